@@ -49,6 +49,9 @@ L2_FORWARD = {True: 32 * 2**20, False: 8 * 2**20}
 """The same of the K and V that a group of query heads reads in the forward pass."""
 FAR = 2**30
 """Keys to the side that no window has."""
+FEW = 2048
+"""Keys up to which two consumers are faster than three under a causal mask: tiles are smaller, and
+so is what remains for the last programs."""
 PROCESSORS = 132
 """Of an H100 or H200: how a call is split must not depend on the device, or its bits would."""
 SEGMENT = 1024
@@ -85,6 +88,9 @@ class _Plan:
     entries: int
     parts: int
     """`splits`."""
+    consumers: int
+    """Of the forward pass, each with 64 queries of a tile. Three hide more of the exponentials, but
+    leave each fewer registers: at d = 64, where tiles are whole."""
     query_tiles: int
     """Of a head in the forward pass; of packed sequences a bound."""
     backward_tiles: int
@@ -100,9 +106,13 @@ class _Plan:
                 return triton.cdiv(most, rows) + problem.batch
             return triton.cdiv(length, rows)
 
+        band = _banded(problem)
+        few = problem.window_right == 0 and problem.sk <= FEW
+        consumers = 3 if problem.d == 64 and not band and not few else 2
         return cls(
-            problem, _banded(problem), entries(problem), splits(problem),
-            query_tiles=tiles(problem.sq, TILE.value),
+            problem, band, entries(problem), splits(problem),
+            consumers=consumers,
+            query_tiles=tiles(problem.sq, 64 * consumers),
             backward_tiles=tiles(problem.sq, bm),
             key_tiles=tiles(problem.sk, min(bm, BN) if problem.varlen else BN),
         )  # fmt: skip
@@ -196,7 +206,7 @@ def _places(
     # In a tensor of its own: its address must be a multiple of 16.
     if not plan.problem.varlen:
         # `rows_kernel` sets that of the backward pass.
-        return (new(4) if backward else torch.zeros(4, dtype=torch.int32, device=device)), None
+        return new(4) if backward else _counter(device), None
     counter = new(4)
     most = plan.backward_tiles if backward else plan.query_tiles
     places = new((1 + backward, most, FIELDS.value))
@@ -209,6 +219,25 @@ def _places(
         own=2,
     )
     return counter, places
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    """A counter of items, 0; the forward kernel leaves it as it was.
+
+    Launches of one stream follow each other and share one. A captured graph runs on any stream and
+    has its own.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(4, dtype=torch.int32, device=device)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(4, dtype=torch.int32, device=device)
+    return found
+
+
+_counters: dict[tuple[int | None, int], torch.Tensor] = {}
+"""By device and stream."""
 
 
 def _places_arguments(problem: Problem, backward: bool, *tensors: torch.Tensor) -> Arguments:
@@ -398,9 +427,12 @@ def _forward_arguments(
         "SEGMENT": SEGMENT // bn if row is not None and problem.sk > SEGMENT else 0,
         "ROUNDED": row is not None, "SUM": lse is not None, "HAS_LOW": low is not None,
         "HAS_MAX": max_logits is not None, "HAS_SINK": sinks is not None,
-        # At d = 128 there is no room for them.
-        "Q_IN_REGISTERS": d == 64,
-        "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
+        # At d = 128 there is no room for them, nor with three consumers.
+        "Q_IN_REGISTERS": d == 64 and plan.consumers == 2,
+        "CONSUMERS": plan.consumers,
+        **({"REGISTERS": 240, "maxnreg": 168} if plan.consumers == 2 else
+           {"REGISTERS": 160, "maxnreg": 128}),
+        "num_warps": 4,
     }  # fmt: skip
     return (min(heads * query_tiles, _processors(q.device)),), positional, named
 
