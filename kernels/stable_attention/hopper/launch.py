@@ -54,8 +54,12 @@ FEW = 2048
 so is what remains for the last programs."""
 PROCESSORS = 132
 """Of an H100 or H200: how a call is split must not depend on the device, or its bits would."""
-SEGMENT = 1024
-"""Keys that the tensor cores add up before "compensated" adds in float32 (`numerics`)."""
+SEGMENT = 2048
+"""Keys that the tensor cores add up before "compensated" adds in float32: within
+`numerics.LONGEST_SEGMENT`."""
+CONSUMERS = {64: 3, 128: 2}
+"""Head dim -> consumers of the forward pass. Three hide more of the exponentials, but leave each
+fewer registers."""
 
 
 def _divisor(heads: int, most: int) -> int:
@@ -89,8 +93,7 @@ class _Plan:
     parts: int
     """`splits`."""
     consumers: int
-    """Of the forward pass, each with 64 queries of a tile. Three hide more of the exponentials, but
-    leave each fewer registers: at d = 64, where tiles are whole."""
+    """Of the forward pass, each with 64 queries of a tile."""
     query_tiles: int
     """Of a head in the forward pass; of packed sequences a bound."""
     backward_tiles: int
@@ -108,7 +111,7 @@ class _Plan:
 
         band = _banded(problem)
         few = problem.window_right == 0 and problem.sk <= FEW
-        consumers = 3 if problem.d == 64 and not band and not few else 2
+        consumers = 2 if band or few else CONSUMERS[problem.d]
         return cls(
             problem, band, entries(problem), splits(problem),
             consumers=consumers,

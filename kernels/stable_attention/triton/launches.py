@@ -41,6 +41,8 @@ KEPT = 1024
 _launches: dict[tuple[object, ...], _Launch | None] = {}
 
 
+BELOW = True
+"""Whether kept launches call the C function."""
 DESCRIBED = 64
 """Addresses of a described tensor whose descriptors are kept: allocators hand out the same few."""
 
@@ -93,7 +95,8 @@ class _Launch:
         self._call: Callable[..., None] | None = None
         metas: list[Any] = []
         with contextlib.suppress(AttributeError, KeyError, TypeError):
-            self._call, metas = _below(compiled, whole_grid)
+            if BELOW:
+                self._call, metas = _below(compiled, whole_grid)
         # The same for `_call`: descriptors take several places each.
         self._given: list[Any] = []
         self._given_addresses: list[tuple[int, int]] = []
