@@ -1,4 +1,4 @@
-"""How long tensor cores may accumulate: their truncation, emulated, beside `numerics.truncation`."""
+"""How long tensor cores may accumulate: emulated, beside `numerics.truncation`."""
 
 from __future__ import annotations
 

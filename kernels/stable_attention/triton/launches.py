@@ -41,8 +41,8 @@ KEPT = 1024
 _launches: dict[tuple[object, ...], _Launch | None] = {}
 
 
-BELOW = True
-"""Whether kept launches call the C function."""
+BELOW = False
+"""Whether kept launches call the C function: not before that has run on a GPU."""
 DESCRIBED = 64
 """Addresses of a described tensor whose descriptors are kept: allocators hand out the same few."""
 
