@@ -21,10 +21,7 @@ GL = SimpleNamespace(
 
 def on_numbers(name: str) -> FunctionType:
     """A function of `tiles` whose tensors are integers."""
-    space = {"gl": GL, "TILE": 128} | {
-        called: lambda *a, called=called: on_numbers(called)(*a)
-        for called in ("keys_of", "own_blocks_of")
-    }
+    space = {"gl": GL, "TILE": 128, "keys_of": lambda *a: on_numbers("keys_of")(*a)}
     return FunctionType(getattr(tiles, name).fn.__code__, space)
 
 
@@ -57,27 +54,10 @@ def test_ranges_and_turns_of_a_band() -> None:
                 turns[m].append(on_numbers("turn_of")(m, n, sq, sk, right, BM, BN, False, True))
         assert all(x == list(range(len(x))) for x in turns.values()), band
         for m in range(-(-sq // 128)):
-            last, blocks = on_numbers("key_blocks_of")(m, 0, *band, False, True, 2)
+            last, blocks = on_numbers("key_blocks_of")(m, 0, *band, False, True)
             wanted = {n for n in range(-(-sk // BN)) if seen(m, n, *band, 128)}
             assert wanted <= set(range(last - blocks + 1, last + 1)), band
             assert blocks == max(1, len(wanted)), band
-
-
-@pytest.mark.parametrize("consumers", [2, 3])
-def test_blocks_of_a_consumer(consumers: int) -> None:
-    """Under a plain causal mask: those that its queries see, and a tile has one more at most."""
-    for length in (1, 64, 200, 1000, 1536):
-        key_blocks, rows = -(-length // 128), 64 * consumers
-        for m in range(-(-length // rows)):
-            last, blocks = on_numbers("key_blocks_of")(
-                m, key_blocks, length, length, 0, 0, True, False, consumers
-            )
-            assert last == blocks - 1
-            for w in range(consumers):
-                own = on_numbers("own_blocks_of")(m, key_blocks, w, consumers)
-                last_query = min(m * rows + w * 64 + 63, length - 1)
-                assert own * 128 > last_query and blocks - 1 <= own <= blocks
-                assert own == last_query // 128 + 1 or m * rows + w * 64 >= length
 
 
 @pytest.mark.parametrize("causal", [True, False])

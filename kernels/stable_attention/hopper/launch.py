@@ -49,17 +49,10 @@ L2_FORWARD = {True: 32 * 2**20, False: 8 * 2**20}
 """The same of the K and V that a group of query heads reads in the forward pass."""
 FAR = 2**30
 """Keys to the side that no window has."""
-FEW = 2048
-"""Keys up to which two consumers are faster than three under a causal mask: tiles are smaller, and
-so is what remains for the last programs."""
 PROCESSORS = 132
 """Of an H100 or H200: how a call is split must not depend on the device, or its bits would."""
-SEGMENT = 2048
-"""Keys that the tensor cores add up before "compensated" adds in float32. `numerics.truncation` of
-them, 8e-6, is within the 1e-5 of RMS(delta) that its mean error may have at any length."""
-CONSUMERS = {64: 3, 128: 2}
-"""Head dim -> consumers of the forward pass. Three hide more of the exponentials, but leave each
-fewer registers."""
+SEGMENT = 1024
+"""Keys that the tensor cores add up before "compensated" adds in float32 (`numerics`)."""
 
 
 def _divisor(heads: int, most: int) -> int:
@@ -92,8 +85,6 @@ class _Plan:
     entries: int
     parts: int
     """`splits`."""
-    consumers: int
-    """Of the forward pass, each with 64 queries of a tile."""
     query_tiles: int
     """Of a head in the forward pass; of packed sequences a bound."""
     backward_tiles: int
@@ -109,13 +100,9 @@ class _Plan:
                 return triton.cdiv(most, rows) + problem.batch
             return triton.cdiv(length, rows)
 
-        band = _banded(problem)
-        few = problem.window_right == 0 and problem.sk <= FEW
-        consumers = 2 if band or few else CONSUMERS[problem.d]
         return cls(
-            problem, band, entries(problem), splits(problem),
-            consumers=consumers,
-            query_tiles=tiles(problem.sq, 64 * consumers),
+            problem, _banded(problem), entries(problem), splits(problem),
+            query_tiles=tiles(problem.sq, TILE.value),
             backward_tiles=tiles(problem.sq, bm),
             key_tiles=tiles(problem.sk, min(bm, BN) if problem.varlen else BN),
         )  # fmt: skip
@@ -209,7 +196,7 @@ def _places(
     # In a tensor of its own: its address must be a multiple of 16.
     if not plan.problem.varlen:
         # `rows_kernel` sets that of the backward pass.
-        return new(4) if backward else _counter(device), None
+        return (new(4) if backward else torch.zeros(4, dtype=torch.int32, device=device)), None
     counter = new(4)
     most = plan.backward_tiles if backward else plan.query_tiles
     places = new((1 + backward, most, FIELDS.value))
@@ -222,25 +209,6 @@ def _places(
         own=2,
     )
     return counter, places
-
-
-def _counter(device: torch.device) -> torch.Tensor:
-    """A counter of items, 0; the forward kernel leaves it as it was.
-
-    Launches of one stream follow each other and share one. A captured graph runs on any stream and
-    has its own.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(4, dtype=torch.int32, device=device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = torch.zeros(4, dtype=torch.int32, device=device)
-    return found
-
-
-_counters: dict[tuple[int | None, int], torch.Tensor] = {}
-"""By device and stream."""
 
 
 def _places_arguments(problem: Problem, backward: bool, *tensors: torch.Tensor) -> Arguments:
@@ -430,12 +398,9 @@ def _forward_arguments(
         "SEGMENT": SEGMENT // bn if row is not None and problem.sk > SEGMENT else 0,
         "ROUNDED": row is not None, "SUM": lse is not None, "HAS_LOW": low is not None,
         "HAS_MAX": max_logits is not None, "HAS_SINK": sinks is not None,
-        # At d = 128 there is no room for them, nor with three consumers.
-        "Q_IN_REGISTERS": d == 64 and plan.consumers == 2,
-        "CONSUMERS": plan.consumers,
-        **({"REGISTERS": 240, "maxnreg": 168} if plan.consumers == 2 else
-           {"REGISTERS": 160, "maxnreg": 128}),
-        "num_warps": 4,
+        # At d = 128 there is no room for them.
+        "Q_IN_REGISTERS": d == 64,
+        "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
     return (min(heads * query_tiles, _processors(q.device)),), positional, named
 

@@ -21,13 +21,11 @@ from stable_attention.hopper.tiles import (
 
 SLOT_OF_K = gl.constexpr(7)
 """The named barrier of the first slot of K in the forward pass."""
+ALL = gl.constexpr("288")
+"""Threads of both consumers and the producer."""
 PAIR = gl.constexpr(2)
 """Query tiles in shared memory, tiles of dS, and items announced in the backward pass: a ring of
 two each."""
-ITEM = gl.constexpr(4)
-"""int32 numbers of an item announced in the forward pass: its head counted over the batch, or -1
-after the last item; its tile; its batch entry; its head within that. The producer divides for
-everyone, in time that it has."""
 
 
 @gluon.jit
@@ -36,7 +34,7 @@ def forward_producer(
     sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
     GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr, CONSUMERS: gl.constexpr, ALL: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     SLOT_OF_V: gl.constexpr = SLOT_OF_K + SLOTS
@@ -48,37 +46,28 @@ def forward_producer(
     tiles = 0
     if PACKED:
         query_tiles = gl.load(counter + 1)
-    items = query_tiles * all_heads
-    # Programs begin with their own number, and so do without the counter.
-    item = gl.program_id(0)
+    item = next_item(counter)
     running = True
     while running:
-        running = item < items
+        running = item < query_tiles * all_heads
         buffer = tiles & 1
         if tiles >= 2:
             sync_named(BUFFER_OF_Q + buffer, ALL, 1)
         tiles += 1
-        t, head = item_at(item, query_tiles, head_block, CAUSAL or BAND)
-        b = head // heads
-        h = head % heads
-        told = buffer * ITEM
-        item_s.index(told).store(gl.full([1], gl.where(running, head, -1), gl.int32, one))
-        item_s.index(told + 1).store(gl.full([1], t, gl.int32, one))
-        item_s.index(told + 2).store(gl.full([1], b, gl.int32, one))
-        item_s.index(told + 3).store(gl.full([1], h, gl.int32, one))
+        item_s.index(buffer).store(gl.full([1], gl.where(running, item, -1), gl.int32, one))
         warp_sync(item)
         if running:
+            t, head = item_at(item, query_tiles, head_block, CAUSAL or BAND)
             m, start_q, queries, start_k, keys = place_of(places, t, sq, sk, PACKED)
+            b = head // heads
+            h = head % heads
             hk = h // GROUP
-            last, blocks = key_blocks_of(
-                m, key_blocks, queries, keys, left, right, CAUSAL, BAND, CONSUMERS
-            )
-            mbarrier.expect(q_full.index(buffer), CONSUMERS * q_desc.block_type.nbytes)
-            for w in gl.static_range(CONSUMERS):
+            last, blocks = key_blocks_of(m, key_blocks, queries, keys, left, right, CAUSAL, BAND)
+            mbarrier.expect(q_full.index(buffer), 2 * q_desc.block_type.nbytes)
+            for w in gl.static_range(2):
                 load_tile(
-                    q_desc, (m * CONSUMERS + w) * 64, b * stride_qb + h * stride_qh,
-                    start_q, queries, q_full.index(buffer), q_s.index(buffer * CONSUMERS + w),
-                    PACKED,
+                    q_desc, m * TILE + w * 64, b * stride_qb + h * stride_qh, start_q, queries,
+                    q_full.index(buffer), q_s.index(buffer * 2 + w), PACKED,
                 )  # fmt: skip
             k_column = b * stride_kb + hk * stride_kh
             v_column = b * stride_vb + hk * stride_vh
@@ -103,8 +92,7 @@ def forward_producer(
                     )  # fmt: skip
                     v = gl.where(v + 1 == SLOTS, 0, v + 1)
                     copied_v += 1
-            # As many numbers are taken as there are items, so the counter ends as it began.
-            item = gl.num_programs(0) + next_item(counter, items - 1)
+            item = next_item(counter)
         else:
             mbarrier.arrive(q_full.index(buffer), count=1)
 
@@ -128,7 +116,7 @@ def backward_producer(
     tiles = key_tiles
     if PACKED:
         tiles = gl.load(counter + 2)
-    item = next_item(counter, -1)
+    item = next_item(counter)
     running = True
     while running:
         running = item < tiles * all_heads
@@ -187,7 +175,7 @@ def backward_producer(
                         delta_desc, [row + m, 0], do_full.index(slot), delta_s.index(slot)
                     )
                     slot, parity = advance(slot, parity, PAIR)
-            item = next_item(counter, -1)
+            item = next_item(counter)
 
 
-__all__ = ["ITEM", "PAIR", "SLOT_OF_K", "backward_producer", "forward_producer"]
+__all__ = ["ALL", "PAIR", "SLOT_OF_K", "backward_producer", "forward_producer"]

@@ -21,7 +21,7 @@ FIELDS = gl.constexpr(8)
 """int32 numbers of a tile of packed sequences: its number within its sequence; the sequence's first
 query token, queries, first key token, keys, first query tile (of all sequences'); two unused."""
 TILE = gl.constexpr(128)
-"""Keys of a block in the forward pass, and queries of a tile of two consumers."""
+"""Queries of a tile and keys of a block in the forward pass."""
 _END = gl.constexpr(2**30)
 """Rows of a sequence in a ragged descriptor, of which its own are the last."""
 
@@ -112,14 +112,12 @@ def keys_of(first_row, last_row, sq, sk, left, right):
 
 
 @gluon.jit
-def key_blocks_of(
-    m, key_blocks, sq, sk, left, right,
-    CAUSAL: gl.constexpr, BAND: gl.constexpr, CONSUMERS: gl.constexpr,
-):  # fmt: skip
-    """(last block that query tile m sees, how many); one that is hidden where it sees none."""
-    blocks = key_blocks
-    if CAUSAL:
-        blocks = own_blocks_of(m, key_blocks, CONSUMERS - 1, CONSUMERS)
+def key_blocks_of(m, key_blocks, sq, sk, left, right, CAUSAL: gl.constexpr, BAND: gl.constexpr):
+    """(last block that query tile m sees, how many); one that is hidden where it sees none.
+
+    Under a plain causal mask there are as many as query tiles.
+    """
+    blocks = gl.minimum(m + 1, key_blocks) if CAUSAL else key_blocks
     last = blocks - 1
     if BAND:
         first_key, last_key = keys_of(
@@ -128,13 +126,6 @@ def key_blocks_of(
         last = gl.maximum(last_key, 0) // TILE
         blocks = last + 1 - gl.minimum(first_key // TILE, last)
     return last, blocks
-
-
-@gluon.jit
-def own_blocks_of(m, key_blocks, W: gl.constexpr, CONSUMERS: gl.constexpr):
-    """How many blocks consumer W's 64 queries see under a plain causal mask. Of three consumers the
-    first may see a block less than the tile does; of two all see the same."""
-    return gl.minimum((m * CONSUMERS + W) * 64 // TILE + 1, key_blocks)
 
 
 @gluon.jit
@@ -181,7 +172,6 @@ __all__ = [
     "key_blocks_of",
     "limits_of",
     "load_tile",
-    "own_blocks_of",
     "place_of",
     "query_tiles_of",
     "store_tile",
