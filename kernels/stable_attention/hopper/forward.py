@@ -34,6 +34,7 @@ from stable_attention.hopper.barriers import (
     arrive_named,
     sync_named,
 )
+from stable_attention.hopper.dropout import dropped, kept_bits
 from stable_attention.hopper.producer import ALL, SLOT_OF_K, forward_producer
 from stable_attention.hopper.softmax import (
     LANES,
@@ -55,6 +56,7 @@ from stable_attention.hopper.softmax import (
 from stable_attention.hopper.tiles import (
     TILE,
     at_edge,
+    batch_of,
     item_at,
     key_blocks_of,
     limits_of,
@@ -168,13 +170,15 @@ def _store_rows(
 
 @gluon.jit
 def _consumer(
-    o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
+    o_desc, low_desc, out_ptr, lse_ptr, row_ptr, max_ptr, sink_ptr, seed_ptr, counter, places,
     q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
-    sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads, stride_ob, stride_oh, unit,
-    steepness, W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads, stride_ob, stride_os,
+    stride_oh, unit, steepness, threshold, batch_offset, head_offset, keep_scale,
+    W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
     CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr,
     SEGMENT: gl.constexpr, ROUNDED: gl.constexpr, SUM: gl.constexpr, HAS_LOW: gl.constexpr,
-    HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr, DROPOUT: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     S_L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16]
@@ -239,6 +243,15 @@ def _consumer(
     if SUM:
         l_lanes = by_lane(p)
     p_rounded = p.to(dtype)
+    weights = p_rounded
+    batch = 0
+    if DROPOUT:
+        batch = batch_of(places, t, head // heads, PACKED) + batch_offset
+        bits = kept_bits(
+            seed_ptr, m * TILE + W * 64, last * TILE, head % heads + head_offset, batch, threshold,
+            False, TILE,
+        )  # fmt: skip
+        weights = dropped(p, bits).to(dtype)
     while item >= 0:
         total_shift = shift
         l_total = gl.zeros([64], gl.float32, RE)
@@ -265,8 +278,13 @@ def _consumer(
                 mbarrier.wait(v_full.index(v), v_parity)
                 if ROUNDED:
                     l_made = add_rounded_sum(p_rounded, ones_s, l_rounded, i > 0, PE_L)
-                made = add_weighted(p_rounded, v_s.index(v), acc, i > 0, P_L)
+                made = add_weighted(weights, v_s.index(v), acc, i > 0, P_L)
                 _pass_turn(W)
+                if DROPOUT:
+                    bits = kept_bits(
+                        seed_ptr, m * TILE + W * 64, (last - begin - i - 1) * TILE,
+                        head % heads + head_offset, batch, threshold, False, TILE,
+                    )  # fmt: skip
                 s = warpgroup_mma_wait(BEHIND, deps=(s_made,))
                 arrive_named(SLOT_OF_K + k, ALL)
                 k, k_parity = advance(k, k_parity, SLOTS)
@@ -298,6 +316,9 @@ def _consumer(
                     factor = gl.expand_dims(gl.convert_layout(alpha, RL), 1)
                     l_lanes = l_lanes * factor + by_lane(p)
                 p_rounded = p.to(dtype)
+                weights = p_rounded
+                if DROPOUT:
+                    weights = dropped(p, bits).to(dtype)
                 if ROUNDED:
                     l_done, done = warpgroup_mma_wait(0, deps=(l_made, made))
                     l_rounded = l_done * gl.expand_dims(gl.convert_layout(alpha, RE), 1)
@@ -336,8 +357,14 @@ def _consumer(
         mbarrier.wait(v_full.index(v), v_parity)
         if ROUNDED:
             l_made = add_rounded_sum(p_rounded, ones_s, l_rounded, in_segment > 0, PE_L)
-        made = add_weighted(p_rounded, v_s.index(v), acc, in_segment > 0, P_L)
+        made = add_weighted(weights, v_s.index(v), acc, in_segment > 0, P_L)
         _pass_turn(W)
+        if DROPOUT:
+            batch = batch_of(places, t, next_head // heads, PACKED) + batch_offset
+            bits = kept_bits(
+                seed_ptr, next_m * TILE + W * 64, last * TILE, next_head % heads + head_offset,
+                batch, threshold, False, TILE,
+            )  # fmt: skip
         first_s = warpgroup_mma_wait(BEHIND, deps=(first_made,))
         arrive_if(SLOT_OF_K + k, more, ALL, False)
         k, k_parity = advance(k, k_parity, SLOTS)
@@ -353,6 +380,9 @@ def _consumer(
         if SUM:
             l_lanes = by_lane(p)
         p_rounded = p.to(dtype)
+        weights = p_rounded
+        if DROPOUT:
+            weights = dropped(p, bits).to(dtype)
         if ROUNDED:
             l_rounded, acc = warpgroup_mma_wait(0, deps=(l_made, made))
         else:
@@ -394,17 +424,26 @@ def _consumer(
         place = head.to(gl.int64) * tq + start + rows
         if SUM:
             gl.store(lse_ptr + place, (row_shift + gl.log2(l_sum)) * LN2, mask=rows < length)
-        if ROUNDED:
+        if row_ptr is not None:
             gl.store(row_ptr + place, (row_shift + gl.log2(l)) * LN2, mask=rows < length)
         share = weight * (1.0 / l)
+        if DROPOUT:
+            share *= keep_scale
         if BAND:
             share = gl.where(l > 0, share, 0.0)
         acc = acc * gl.expand_dims(share, 1)
-        _store_rows(
-            acc, q_s.index(buffer * 2 + W), low_s.index(W if HAS_LOW else 0), o_desc, low_desc,
-            m * TILE + W * 64, (head // heads) * stride_ob + h * stride_oh, start, length,
-            HAS_LOW, PACKED,
-        )  # fmt: skip
+        if out_ptr is None:
+            _store_rows(
+                acc, q_s.index(buffer * 2 + W), low_s.index(W if HAS_LOW else 0), o_desc, low_desc,
+                m * TILE + W * 64, (head // heads) * stride_ob + h * stride_oh, start, length,
+                HAS_LOW, PACKED,
+            )  # fmt: skip
+        else:
+            columns = gl.arange(0, D, gl.SliceLayout(0, O_L))
+            here = (head // heads).to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
+            inside = rows.to(gl.int64) * stride_os
+            where = gl.expand_dims(inside + here, 1) + gl.expand_dims(columns, 0)
+            gl.store(out_ptr + where, acc, mask=gl.expand_dims(rows < length, 1))
         item = next_one
         m = next_m
         head = next_head
@@ -415,19 +454,21 @@ def _consumer(
 @gluon.jit(
     do_not_specialize=[
         "sq", "sk", "tq", "left", "right", "query_tiles", "key_blocks", "head_block", "all_heads",
-        "heads",
+        "heads", "threshold", "batch_offset", "head_offset",
     ]
 )  # fmt: skip
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr,
-    counter, places,
+    q_desc, k_desc, v_desc, o_desc, low_desc, out_ptr, lse_ptr, row_ptr, max_ptr, sink_ptr,
+    seed_ptr, counter, places,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh,
+    stride_os,
     sq, sk, tq, left, right, query_tiles, key_blocks, head_block, all_heads, heads, unit,
-    steepness, D: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    steepness, threshold, batch_offset, head_offset, keep_scale,
+    D: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
     CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr,
     SEGMENT: gl.constexpr, ROUNDED: gl.constexpr, SUM: gl.constexpr, HAS_LOW: gl.constexpr,
-    HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr, DROPOUT: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     # A ragged descriptor's tile has two dimensions more.
@@ -457,20 +498,24 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
+                o_desc, low_desc, out_ptr, lse_ptr, row_ptr, max_ptr, sink_ptr, seed_ptr,
+                counter, places,
                 q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
                 sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads,
-                stride_ob, stride_oh, unit, steepness,
+                stride_ob, stride_os, stride_oh, unit, steepness,
+                threshold, batch_offset, head_offset, keep_scale,
                 0, D, SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
-                HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
+                HAS_LOW, HAS_MAX, HAS_SINK, DROPOUT, Q_IN_REGISTERS,
             )),
             (_consumer, (
-                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, counter, places,
+                o_desc, low_desc, out_ptr, lse_ptr, row_ptr, max_ptr, sink_ptr, seed_ptr,
+                counter, places,
                 q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
                 sq, sk, tq, left, right, query_tiles, key_blocks, head_block, heads,
-                stride_ob, stride_oh, unit, steepness,
+                stride_ob, stride_os, stride_oh, unit, steepness,
+                threshold, batch_offset, head_offset, keep_scale,
                 1, D, SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
-                HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
+                HAS_LOW, HAS_MAX, HAS_SINK, DROPOUT, Q_IN_REGISTERS,
             )),
             (forward_producer, (
                 q_desc, k_desc, v_desc, counter, places, q_s, k_s, v_s, item_s,

@@ -31,6 +31,7 @@ from stable_attention.hopper.rows import places_kernel, rows_kernel, sum_kernel
 from stable_attention.hopper.tiles import FIELDS, TILE
 from stable_attention.layouts import strides
 from stable_attention.problem import UNLIMITED, Extras, Problem
+from stable_attention.stabilizers import KNOWN
 from stable_attention.triton import backward as portable_backward
 from stable_attention.triton import forward as portable_forward
 from stable_attention.triton.launches import KEPT, Arguments, launch
@@ -62,17 +63,31 @@ def _divisor(heads: int, most: int) -> int:
 
 def _banded(problem: Problem) -> bool:
     """Whether the visible keys are those of a band: neither all nor all up to the diagonal."""
-    left, right = problem.window_left, problem.window_right
-    aligned = right == UNLIMITED or (right == 0 and problem.sq == problem.sk)
-    return problem.varlen or left != UNLIMITED or not aligned
+    left, right = _reach(problem)
+    aligned = right == FAR or (right == 0 and problem.sq == problem.sk)
+    return problem.varlen or left != FAR or not aligned
+
+
+def _reach(problem: Problem) -> tuple[int, int]:
+    """Keys that a query sees to the left and right of the bottom-right aligned diagonal.
+
+    That of a pair of chunks lies elsewhere; often all is visible.
+    """
+    left, right = (
+        FAR if x == UNLIMITED else min(x, FAR) for x in (problem.window_left, problem.window_right)
+    )
+    if problem.chunked:
+        moved = problem.pos_q - problem.pos_k - (problem.sk - problem.sq)
+        left = FAR if left - moved >= problem.sk - 1 else left - moved
+        right = FAR if right + moved >= problem.sq - 1 and problem.sq > 1 else right + moved
+    return left, right
 
 
 def _mask(problem: Problem) -> tuple[tuple[int, int], dict[str, object]]:
     """(left, right) of a band, and what kernels are told of the mask."""
     band = _banded(problem)
-    bounds = (problem.window_left, problem.window_right)
-    left, right = (FAR if x == UNLIMITED else min(x, FAR) for x in bounds)
-    causal = problem.window_right == 0 and not band
+    left, right = _reach(problem)
+    causal = right == 0 and not band
     return (left, right), {"CAUSAL": causal, "BAND": band, "PACKED": problem.varlen}
 
 
@@ -119,11 +134,11 @@ def splits(problem: Problem) -> int:
     of each part go through memory. Reckoned in query tiles of one processor, and for a batch of
     one: the bits of a sequence do not depend on what else there is.
     """
-    left = problem.window_left
-    uneven = problem.window_right != UNLIMITED and left == UNLIMITED
+    left, right = _reach(problem)
+    uneven = right != FAR and left == FAR
     queries = problem.sq
-    if left != UNLIMITED:
-        queries = min(queries, left + max(problem.window_right, 0) + BN)
+    if left != FAR and not problem.chunked:
+        queries = min(queries, left + (0 if right == FAR else right) + BN)
     query_tiles = triton.cdiv(queries, QUERIES[problem.d])
     items = problem.kv_heads * triton.cdiv(problem.sk, BN)
 
@@ -139,7 +154,7 @@ def splits(problem: Problem) -> int:
 def head_block(problem: Problem, parts: int = 1) -> int:
     """Parts of key/value heads of a group in the backward pass, counted over the batch."""
     one = 4 * problem.d * (problem.sk + problem.group // parts * problem.sq)
-    most = L2_BYTES[problem.window_right != UNLIMITED] // max(1, one)
+    most = L2_BYTES[_reach(problem)[1] != FAR] // max(1, one)
     return _divisor(entries(problem) * problem.kv_heads * parts, most)
 
 
@@ -156,20 +171,27 @@ def forward(
     config: configs.Tile | None = None,
 ) -> ForwardResult:
     """As `stable_attention.triton.forward.forward`, whose arguments these are."""
-    assert out_dtype in (None, q.dtype) and config is None, "partial outputs are the portable set's"
+    assert config is None
+    partial = out_dtype == torch.float32
     result = allocate(
-        problem, q.device, out_dtype=q.dtype, with_max_logits=with_max_logits, with_lse=with_lse
+        problem,
+        q.device,
+        out_dtype=out_dtype or q.dtype,
+        with_max_logits=with_max_logits,
+        with_lse=with_lse,
     )
     low = result.low if result.low.numel() else None
-    described = (q, k, v, result.out) if low is None else (q, k, v, result.out, low)
+    described = (q, k, v, *([] if partial else [result.out]), *([] if low is None else [low]))
     found = room(problem, described)
     if not found:
         return portable_forward.forward(
             problem, q, k, v,
-            extras=extras, with_max_logits=with_max_logits, with_lse=with_lse,
+            extras=extras, out_dtype=out_dtype, with_max_logits=with_max_logits,
+            with_lse=with_lse,
         )  # fmt: skip
     lse, row = (x if x.numel() else None for x in (result.lse, result.row_lse))
     sinks = extras.sinks if problem.has_sinks else None
+    seed = extras.seed if problem.dropout_p > 0 else None
     for part, cut in _parts(problem, found):
         plan = _plan(part)
         counter, places = _places(plan, extras, q.device, backward=False)
@@ -179,7 +201,7 @@ def forward(
             (
                 *(cut(x, True) for x in (q, k, v, result.out, low)),
                 cut(lse), cut(row), result.max_logits if with_max_logits else None, sinks,
-                counter, places,
+                seed, counter, places,
             ),
             functools.partial(_forward_arguments, plan),
             own=2,
@@ -234,13 +256,14 @@ def backward(
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dQ, dK, dV) as `stable_attention.triton.backward.backward`, whose arguments these are."""
-    assert accumulators is None and not problem.softcap, "the portable kernels' (`dispatch`)"
-    dq, dk, dv = gradients or new_gradients(problem, q, k, v)[1]
-    found = room(problem, (q, k, v, dout, dk, dv))
+    add = accumulators is not None
+    dq, dk, dv = accumulators or gradients or new_gradients(problem, q, k, v)[1]
+    found = room(problem, (q, k, v, dout) if add else (q, k, v, dout, dk, dv))
     if not found:
         return portable_backward.backward(
-            problem, dout, q, k, v, lse=lse, delta=delta, extras=extras, gradients=(dq, dk, dv)
-        )
+            problem, dout, q, k, v, lse=lse, delta=delta, extras=extras,
+            accumulators=accumulators, gradients=(dq, dk, dv),
+        )  # fmt: skip
     for part, cut in _parts(problem, found):
         _launch(
             _plan(part),
@@ -248,6 +271,7 @@ def backward(
             lse=cut(lse),
             delta=cut(delta),
             extras=extras,
+            add=add,
         )
     return dq, dk, dv
 
@@ -269,7 +293,8 @@ def _parts(problem: Problem, most: int) -> Iterator[tuple[Problem, Callable[...,
         ) -> torch.Tensor | None:
             return None if x is None else narrow(problem.layout if tiled else "", first, n, x)
 
-        yield replace(problem, batch=n), cut
+        offset = problem.batch_offset + first if problem.dropout_p > 0 else problem.batch_offset
+        yield replace(problem, batch=n, batch_offset=offset), cut
 
 
 def _launch(
@@ -285,6 +310,7 @@ def _launch(
     lse: torch.Tensor,
     delta: torch.Tensor,
     extras: Extras,
+    add: bool,
 ) -> None:
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
     bm = QUERIES[problem.d]
@@ -303,13 +329,27 @@ def _launch(
         own=5,
     )
     partial = None
-    if parts > 1:
+    if parts > 1 or add:
         rows = plan.entries * problem.kv_heads * parts * key_tiles * BN
         partial = new((2, rows, problem.d), dtype=torch.float32)
     launch(
         backward_kernel,
-        (plan,),
-        (q, k, v, dout, dk, dv, shift, padded, sums, turns, counter, of_keys, partial),
+        (plan, add),
+        (
+            q,
+            k,
+            v,
+            dout,
+            *((None, None) if add else (dk, dv)),
+            extras.seed if problem.dropout_p > 0 else None,
+            shift,
+            padded,
+            sums,
+            turns,
+            counter,
+            of_keys,
+            partial,
+        ),
         functools.partial(_backward_arguments, plan),
         own=7,
     )
@@ -324,9 +364,9 @@ def _launch(
     for out, total, adds, table, keys, scale in todo:
         launch(
             sum_kernel,
-            (plan, keys, scale),
+            (plan, keys, scale, add),
             (out, total, adds, None if places is None else counter, table),
-            functools.partial(_sum_arguments, plan, keys, scale),
+            functools.partial(_sum_arguments, plan, keys, scale, add),
             own=4,
         )
 
@@ -342,7 +382,13 @@ def _rows_arguments(plan: _Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> A
 
 
 def _sum_arguments(
-    plan: _Plan, keys: bool, scale: float, out: torch.Tensor, total: torch.Tensor, *others: Any
+    plan: _Plan,
+    keys: bool,
+    scale: float,
+    add: bool,
+    out: torch.Tensor,
+    total: torch.Tensor,
+    *others: Any,
 ) -> Arguments:
     problem = plan.problem
     heads, length, tiles, rows = (
@@ -356,7 +402,7 @@ def _sum_arguments(
     named: dict[str, object] = {
         "ROWS": rows, "D": problem.d, "PARTS": plan.parts if keys else 1,
         "TURNS": others[0] is not None, "PACKED": problem.varlen, "LATER": int(keys),
-        "num_warps": rows // 16,
+        "ADD": add, "num_warps": rows // 16,
     }  # fmt: skip
     return (plan.entries * heads * tiles,), positional, named
 
@@ -372,32 +418,36 @@ def _forward_arguments(
     row: torch.Tensor | None,
     max_logits: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
     counter: torch.Tensor,
     places: torch.Tensor | None,
 ) -> Arguments:
     problem, query_tiles = plan.problem, plan.query_tiles
+    partial = out.dtype == torch.float32
     d, layout, bn = problem.d, problem.layout, TILE.value
     bounds, mask = _mask(problem)
-    limited = problem.window_right != UNLIMITED
+    limited = _reach(problem)[1] != FAR
     heads = plan.entries * problem.heads
     positional = (
         tiled(q, layout, 64), tiled(k, layout, bn), tiled(v, layout, bn),
-        tiled(out, layout, 64), None if low is None else tiled(low, layout, 64),
-        lse, row, max_logits, sinks, counter, places,
-        *(s for x in (q, k, v, out) for s in steps(x, layout)),
+        None if partial else tiled(out, layout, 64),
+        None if low is None else tiled(low, layout, 64),
+        out if partial else None, lse, row, max_logits, sinks, seed, counter, places,
+        *(s for x in (q, k, v, out) for s in steps(x, layout)), strides(out, layout)[1],
         problem.sq, problem.sk, problem.tq if problem.varlen else problem.sq, *bounds,
         query_tiles, triton.cdiv(problem.sk, bn),
         _divisor(heads, L2_FORWARD[limited] // max(1, 4 * d * problem.sk)), heads, problem.heads,
-        (problem.softcap or problem.scale) * LOG2E,
-        2 * LOG2E * problem.scale / problem.softcap if problem.softcap else 0.0,
+        *_units(problem), *_dropout(problem),
     )  # fmt: skip
+    rounded = KNOWN[problem.stabilizer].rounded_normalizer
     named: dict[str, object] = {
         "D": d, "GROUP": problem.group, "CAPPED": problem.softcap > 0, **mask,
         "EVEN": mask["BAND"] or problem.sk % bn == 0,
         "SLOTS": 2 if d == 128 else 3,
-        "SEGMENT": SEGMENT // bn if row is not None and problem.sk > SEGMENT else 0,
-        "ROUNDED": row is not None, "SUM": lse is not None, "HAS_LOW": low is not None,
+        "SEGMENT": SEGMENT // bn if rounded and problem.sk > SEGMENT else 0,
+        "ROUNDED": rounded, "SUM": lse is not None, "HAS_LOW": low is not None,
         "HAS_MAX": max_logits is not None, "HAS_SINK": sinks is not None,
+        "DROPOUT": seed is not None,
         # At d = 128 there is no room for them.
         "Q_IN_REGISTERS": d == 64,
         "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
@@ -411,8 +461,9 @@ def _backward_arguments(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    seed: torch.Tensor | None,
     shift: torch.Tensor,
     delta: torch.Tensor,
     sums: torch.Tensor,
@@ -429,24 +480,39 @@ def _backward_arguments(
     positional = (
         tiled(q, layout, bm), tiled(k, layout, BN), tiled(v, layout, BN),
         tiled(dout, layout, bm), of_rows(shift), of_rows(delta),
-        tiled(dk, layout, 64), tiled(dv, layout, 64),
+        *(None if x is None else tiled(x, layout, 64) for x in (dk, dv)),
         described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
-        *small,
-        *(s for x in (q, k, v, dout, dk, dv) for s in steps(x, layout)),
+        *small, seed,
+        *(s for x in (q, k, v, dout, dk, dv) for s in ((0, 0) if x is None else steps(x, layout))),
         problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
         head_block(problem, parts), problem.kv_heads * parts,
-        problem.scale * LOG2E, problem.scale,
+        *_units(problem), problem.scale, *_dropout(problem),
     )  # fmt: skip
     named: dict[str, object] = {
-        "BM": bm, "BN": BN, "D": d,
+        "BM": bm, "BN": BN, "D": d, "CAPPED": problem.softcap > 0, "DROPOUT": seed is not None,
         **mask, "EVEN": mask["BAND"] or problem.sk % BN == 0,
         "GROUP": problem.group // parts, "SPLITS": parts,
+        "SUMS": small[-1] is not None,
         # At d = 64 the scores of the next tile have no registers left.
         "AHEAD": d == 128,
         # Of a consumer; what the kernel starts with leaves these to it.
         "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
     return (min(heads * key_tiles, _processors(q.device)),), positional, named
+
+
+def _units(problem: Problem) -> tuple[float, float]:
+    """(unit, steepness) of `softmax.softened`."""
+    cap = problem.softcap
+    return (cap or problem.scale) * LOG2E, 2 * LOG2E * problem.scale / cap if cap else 0.0
+
+
+def _dropout(problem: Problem) -> tuple[int, int, int, float]:
+    """(threshold as the 32 bits of an int32, offsets of batch and head, scale of what stays)."""
+    threshold = min(int(problem.dropout_p * 2**32), 2**32 - 1)
+    threshold -= 2**32 if threshold >= 2**31 else 0
+    keep_scale = 1.0 / (1.0 - problem.dropout_p)
+    return threshold, problem.batch_offset, problem.head_offset, keep_scale
 
 
 @functools.cache
