@@ -70,7 +70,6 @@ def run(name: str, ranks: int, *keys: str) -> dict[str, Any]:
         "training.train_steps": END,
         "training.global_batch_size": 2,
         "data.eod_mask_loss": "true",
-        "checkpoint.interval": 1,
         "checkpoint.keep_last": END,
     }
     settings = [f"{key}={value}" for key, value in common.items()]
@@ -217,9 +216,7 @@ def test_attention_dropout_does_not_depend_on_who_holds_a_token(trials: Trials) 
     assert trials.distance("dropout_p2p", "dropout", first=1) < FP32
 
 
-def test_a_resume_repeats_every_bit(
-    trials: Trials, reports: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_a_resume_repeats_every_bit(trials, reports):
     whole, resumed = reports["whole"], reports["broken"]
     assert [rank["weights"] for rank in resumed] == [rank["weights"] for rank in whole]
     assert figures(trials.folder / "runs" / "broken") == figures(trials.folder / "runs" / "whole")
