@@ -24,13 +24,14 @@ PROCESSES = 12
 _judged: dict[str, list[str]] = {}
 
 
-def _start(path: list[str], number: Any) -> None:
+def _start(path: list[str], number: Any, devices: int) -> None:
     sys.path[:] = path
     warnings.simplefilter("ignore")
-    import torch
+    from megatron_patch.runtime.environment import visible_devices
 
     with number.get_lock():
-        torch.cuda.set_device(number.value % torch.cuda.device_count())
+        # Not set_device, which the threads of an emulation would not see.
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices([number.value % devices])
         number.value += 1
 
 
@@ -78,7 +79,7 @@ def judge(cases: Iterable[Case]) -> dict[str, list[str]]:
             workers,
             mp_context=context,
             initializer=_start,
-            initargs=(list(sys.path), context.Value("i", 0)),
+            initargs=(list(sys.path), context.Value("i", 0), devices),
         ) as pool:
             for job, answers in zip(jobs, pool.map(_judge, jobs), strict=True):
                 _judged.update(zip(map(str, job), answers, strict=True))
