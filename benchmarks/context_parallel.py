@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import math
 import os
 import statistics
@@ -57,13 +58,9 @@ COLLECTIVE_MINUTES = 3.0
 OURS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 KERNEL, BUSY = "kernel", "kernel, every GPU"
 GATHER = "all-gather + SDPA"
-# Rotation, whether key/value heads stay grouped or are repeated first, and SDPA's backend.
-RINGS = {
-    "torch, allgather": ("allgather", True, "cudnn"),
-    "torch, alltoall": ("alltoall", True, "cudnn"),
-    "torch, allgather, heads repeated": ("allgather", False, "cudnn"),
-    "torch, allgather, flash": ("allgather", False, "flash"),
-}
+ENGINE = "Transformer Engine, p2p"
+# Whether key/value heads stay grouped or are repeated first, and SDPA's backend.
+RINGS = {"torch, flash": (False, "flash"), "torch, cuDNN": (True, "cudnn")}
 
 
 @dataclass(frozen=True)
@@ -108,9 +105,10 @@ def cells(args: argparse.Namespace, world: int) -> Iterator[Cell]:
 
 
 def _systems(ranks: int, problem: Problem) -> list[str]:
-    rings = list(RINGS)
-    names = ["p2p", GATHER, *rings[:1], "all_gather", "a2a", "a2a+p2p", *rings[1:]]
+    names = ["p2p", GATHER, "a2a", *RINGS, "all_gather", "a2a+p2p", ENGINE]
     left_out = {"a2a+p2p"} if ranks < 4 else set()
+    if importlib.util.find_spec("transformer_engine") is None or smoke(problem):
+        left_out.add(ENGINE)
     if problem.heads % ranks:
         left_out.add("a2a")
     return [name for name in names if name not in left_out]
@@ -207,11 +205,11 @@ class Bench:
             if self.cuda:
                 block = peers.cudnn_kernel(self.device, self.problem.d)
             yield peers.heads_first(lambda q, k, v: peers.AllGather.apply(q, k, v, group, block))
+        elif cell.system == ENGINE:
+            yield peers.transformer_engine(group, **asdict(self.problem))
         else:
-            rotate, grouped, kernel_of = RINGS[cell.system]
-            ring = peers.torch_ring(
-                group, cell.tokens, rotate=rotate, grouped=grouped, backend=kernel_of
-            )
+            grouped, backend = RINGS[cell.system]
+            ring = peers.torch_ring(group, cell.tokens, grouped=grouped, backend=backend)
             with ring as attend:
                 yield peers.heads_first(attend)
 

@@ -186,23 +186,20 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @contextlib.contextmanager
 def torch_ring(
-    group: dist.ProcessGroup, tokens: int, *, rotate: str, grouped: bool, backend: str
+    group: dist.ProcessGroup, tokens: int, *, grouped: bool, backend: str
 ) -> Iterator[Attention]:
     """PyTorch's context parallelism as causal attention over zigzag shards; valid in the block.
 
     Args:
         group: the ranks.
         tokens: s.
-        rotate: ``allgather`` or ``alltoall``, how keys and values move.
         grouped: hand over g key/value heads; False repeats them to h, for kernels that want it.
         backend: ``cudnn`` or ``flash``, of SDPA.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    set_rotate_method(rotate)
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     kernel = SDPBackend.FLASH_ATTENTION
@@ -226,6 +223,25 @@ def torch_ring(
             failed = error  # torch 2.11 restores SDPA on the ordinary way out only
     if failed is not None:
         raise failed
+
+
+def transformer_engine(
+    group: dist.ProcessGroup, *, heads: int, kv_heads: int, d: int, dtype: torch.dtype
+) -> Attention:
+    """Transformer Engine's causal p2p attention over zigzag shards [s, b, heads, d]."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    attention = DotProductAttention(
+        heads, d, num_gqa_groups=kv_heads, attention_dropout=0.0, qkv_format="sbhd",
+        attn_mask_type="causal",
+    )  # fmt: skip
+    ranks = dist.get_process_group_ranks(group)
+    attention.set_context_parallel_group(group, ranks, torch.cuda.Stream(), "p2p")
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v).view(q.shape)
+
+    return run
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def core_attention(world: Any, case: Case) -> list[torch.Tensor]:
     groups = ProcessGroupCollection()
     groups.tp = torch.distributed.new_subgroups(1)[0]
     groups.cp = world.groups[world.size]
-    groups.hcp = list(world.hierarchical)
+    groups.hcp = list(world.levels[world.size])
     module = CoreAttention(
         config=config,
         layer_number=1,

@@ -26,7 +26,7 @@ ANSWER_SECONDS = 300
 
 
 class World:
-    """The groups of one rank: pairs of neighbours, everyone, and the two levels of 2 x n/2."""
+    """The groups of one rank: of neighbours 2, 4, 8 ... at a time, and their two levels 2 x n/2."""
 
     def __init__(self, rank: int, size: int, device: str, timeout: float) -> None:
         import torch.distributed as dist
@@ -34,23 +34,57 @@ class World:
         self.rank, self.size, self.device = rank, size, device
         # A group of its own: a short timeout must not end the start on a busy machine.
         limit = datetime.timedelta(seconds=timeout)
-        self.groups: dict[int, Any] = {size: dist.new_group(list(range(size)), timeout=limit)}
-        self.hierarchical = None
-        if size >= 4:
-            pairs = [dist.new_group([i, i + 1]) for i in range(0, size, 2)]
-            across = [dist.new_group(list(range(i, size, 2))) for i in range(2)]
-            self.groups[2] = pairs[rank // 2]
-            self.hierarchical = (pairs[rank // 2], across[rank % 2])
+        self.groups: dict[int, Any] = {}
+        self.hosts: dict[int, Any] = {}
+        self.levels: dict[int, tuple[Any, Any]] = {}
+        for n in sorted({size, *(n for n in (2, 4, 8) if n < size and size % n == 0)}):
+            firsts = range(0, size, n)
+            blocks = [dist.new_group(list(range(i, i + n)), timeout=limit) for i in firsts]
+            self.groups[n] = self.hosts[n] = blocks[rank // n]
+            if device != "cpu":  # objects travel between hosts
+                hosts = [dist.new_group(list(range(i, i + n)), backend="gloo") for i in firsts]
+                self.hosts[n] = hosts[rank // n]
+            if n % 4 == 0:
+                across = [
+                    dist.new_group(list(range(i, i + n, 2))) for f in firsts for i in (f, f + 1)
+                ]
+                self.levels[n] = self.groups[2], across[2 * (rank // n) + rank % 2]
 
 
 def _attention(world: World, case: Any) -> Any:
     from cp_cases import run_rank
 
-    return run_rank(case, world.groups[case.size], world.hierarchical, world.device)
+    return run_rank(case, world.groups[case.size], world.levels.get(case.size), world.device)
 
 
 def _many(world: World, cases: list[Any]) -> Any:
     return [_attention(world, case) for case in cases]
+
+
+def _judged(world: World, cases: list[Any]) -> list[str]:
+    """What is wrong with the cases that this rank judges: ranks take turns, each for its group.
+
+    Where a case needs fewer ranks than there are, the groups share the cases out.
+    """
+    import torch.distributed as dist
+    from cp_cases import collect, complaints, make_inputs, truth, uncut
+
+    wrong = []
+    for number, case in enumerate(cases):
+        turn, block = divmod(number, world.size // case.size)
+        if block != world.rank // case.size:
+            continue
+        mine = _attention(world, case)
+        judge = block * case.size + turn % case.size
+        parts: list[Any] | None = [None] * case.size if world.rank == judge else None
+        dist.gather_object(mine, parts, dst=judge, group=world.hosts[case.size])
+        if parts is not None:
+            given = make_inputs(case, world.device)
+            exact = {name: x.cpu() for name, x in truth(case, given).items()}
+            whole = {name: x.cpu() for name, x in uncut(case, given).items()}
+            said = complaints(case, collect(case, parts), exact, whole)
+            wrong += [f"{case}: {text}" for text in said]
+    return wrong
 
 
 def _die(world: World, case: Any, victim: int, how: str) -> Any:
@@ -120,7 +154,7 @@ def _call(world: World, case: Any) -> Any:
             *leaves,
             group=world.groups[case.size],
             mode=case.mode,
-            hierarchical=world.hierarchical,
+            hierarchical=world.levels.get(case.size),
             sinks=given.sinks,
             return_max_logits=True,
             **options,
@@ -174,6 +208,7 @@ def _core(world: World, case: Any) -> Any:
 PLAYS = {
     "attention": _attention,
     "many": _many,
+    "judged": _judged,
     "die": _die,
     "core": _core,
     "watch": _watch,
