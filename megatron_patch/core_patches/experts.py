@@ -98,7 +98,7 @@ class _Products(torch.autograd.Function):
 
 
 def _weight_gradient(
-    x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, fused: bool
+    x: torch.Tensor, gradient: torch.Tensor, weight: Any, fused: bool
 ) -> torch.Tensor | None:
     """dW, or added to the parameter's buffer as core's linears do it: then nothing reads it."""
     if not fused:

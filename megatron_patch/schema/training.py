@@ -115,7 +115,7 @@ class TrainingConfig:
     gradient_accumulation_fusion: bool | None = None
     """Matrix products add weight gradients to the FP32 buffer; null: on a GPU."""
     grouped_experts: bool | None = None
-    """Multiply a rank's experts together, not one by one; null: where they have no biases."""
+    """Multiply a rank's experts together; null: where they have no biases."""
     fp8: Literal["none", "current", "blockwise", "mxfp8"] = "none"
     """FP8 recipe of the linears of te layers; mxfp8 needs Blackwell."""
 

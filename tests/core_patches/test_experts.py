@@ -58,3 +58,15 @@ def test_experts_with_biases_run_one_after_the_other():
     with single_rank():
         built = chunk(None, "fp32", {"add_bias_linear": True, "activation": "gelu"})
         assert not any(isinstance(m, GroupedMLP) for m in built.modules())
+
+
+def test_weights_that_are_still_gathered_are_waited_for():
+    """Core's overlap of the gather hangs on forward hooks of the modules that own weights."""
+    with single_rank():
+        built, seen = chunk(None, "fp32", SWIGLU), []
+        experts = next(m for m in built.modules() if isinstance(m, GroupedMLP)).local_experts
+        layers = [x for e in experts for x in (e.linear_fc1, e.linear_fc2)]
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda module, _: seen.append(module))
+        loss_and_grads(built)
+    assert {id(x) for x in seen} == {id(x) for x in layers}
