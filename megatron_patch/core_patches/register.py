@@ -95,6 +95,8 @@ PATCHES = (
         "transformer.multi_latent_attention.MLASelfAttention._qkv_down_projection",
         "under tensor parallelism, local layers miss other ranks' gradient of the rotary key",
         upstream_issue=f"{_UPSTREAM}/issues/1699"),
+    Patch("grouped experts", "transformer.moe.experts.SequentialMLP",
+        "without Transformer Engine, every expert is an MLP of its own kernels"),
     Patch("extra depths", "transformer.multi_token_prediction.process_mtp_loss",
         "extra losses are weighted by the token counts of one rank's part of one micro-batch",
         upstream_issue=f"{_UPSTREAM}/issues/7452"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -30,6 +32,7 @@ from megatron_patch.attention.replace import (
 )
 from megatron_patch.core_patches import quiet, residual
 from megatron_patch.core_patches.cross_entropy import is_compiled
+from megatron_patch.core_patches.experts import GroupedMLP
 from megatron_patch.core_patches.gpt import GPTModel
 from megatron_patch.core_patches.mla import MLASelfAttention
 from megatron_patch.core_patches.norms import norm_class
@@ -38,7 +41,7 @@ from megatron_patch.core_patches.sinks import mark_sinks
 from megatron_patch.core_patches.split import qkv_split
 from megatron_patch.core_patches.weight_gradient import weight_gradient
 from megatron_patch.model.transformer_config import transformer_config
-from megatron_patch.schema.effective import rope_kernel
+from megatron_patch.schema.effective import groups_experts, rope_kernel
 from megatron_patch.schema.model import longest_sequence, padded_vocab_size
 
 if TYPE_CHECKING:
@@ -169,12 +172,14 @@ def layer_specs(
 
 
 def _with_our_modules(run: RunConfig, spec: Any) -> Any:
-    """Every local norm replaced, the final one of the block included, and latent attention."""
+    """Every local norm replaced, the final one of the block included, latent attention, experts."""
     kind = run.model.normalization
 
     def decide(name: str, value: Any) -> Any:
         if name == "module" and value is multi_latent_attention.MLASelfAttention:
             return MLASelfAttention
+        if name == "experts" and groups_experts(run) and module_class(value) is SequentialMLP:
+            return partial(GroupedMLP, **value.keywords)
         if name not in _NORM_FIELDS or value is None or module_class(value) in (IdentityOp, L2Norm):
             return KEEP
         last = _ALONG_THE_STREAM.get(name)

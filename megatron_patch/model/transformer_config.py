@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_patch.core_patches.activation import activation_function, core_fuses
-from megatron_patch.schema.effective import rope_kernel
+from megatron_patch.schema.effective import groups_experts, rope_kernel
 from megatron_patch.schema.model import (
     attention_head_dim,
     expert_ffn_hidden_size,
@@ -201,6 +201,8 @@ def _experts(run: RunConfig) -> dict[str, Any]:
         "moe_token_dispatcher_type": moe.token_dispatcher,
         "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size,
         "moe_router_dtype": "fp32",
+        # Of Transformer Engine; local layers: `core_patches.experts`.
+        "moe_grouped_gemm": groups_experts(run) and run.model.layer_spec == "te",
     }
 
 

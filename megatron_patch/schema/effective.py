@@ -48,6 +48,12 @@ def rope_kernel(run: RunConfig) -> str | None:
     return "own" if run.training.device == "cuda" else "none"
 
 
+def groups_experts(run: RunConfig) -> bool:
+    """``training.grouped_experts``, or what its null stands for; False for a dense model."""
+    asked = run.training.grouped_experts
+    return run.model.moe is not None and (not run.model.add_bias_linear if asked is None else asked)
+
+
 def _end_of_document(run: RunConfig) -> int | None:
     given, kind = run.data.tokenizer.eod_id, run.data.tokenizer.kind
     return 256 if given is None and kind == "bytes" else given
@@ -110,6 +116,7 @@ IDLE: dict[str, Callable[[RunConfig], bool]] = {
     "model.moe.aux_loss_coeff": (
         lambda run: run.model.moe is None or "aux_loss" not in run.model.moe.load_balancing
     ),
+    "training.grouped_experts": lambda run: run.model.moe is None,
     "optimizer.wsd_decay_style": lambda run: run.optimizer.schedule != "wsd",
     "optimizer.muon_momentum": lambda run: run.optimizer.name != "muon",
 }
@@ -120,6 +127,7 @@ EARLIER: dict[str, Any] = {
     "model.rope_fusion": "none",
     "training.compile_fusions": False,
     "training.gradient_accumulation_fusion": False,
+    "training.grouped_experts": False,
     "data.split": [0.98, 0.01, 0.01],
 }
 """Keys whose default is for new runs: what a run did whose record lacks them."""

@@ -55,7 +55,7 @@ _KEYS: dict[Kind, str] = {
         training.device training.precision training.deterministic training.recompute
         training.eval_interval training.eval_steps training.eval_test
         training.check_finite training.compile_fusions
-        training.gradient_accumulation_fusion training.fp8
+        training.gradient_accumulation_fusion training.grouped_experts training.fp8
         optimizer.implementation
         data.verify data.num_workers
         attention.backend attention.stabilizer attention.backward attention.residual

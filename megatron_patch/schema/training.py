@@ -114,6 +114,8 @@ class TrainingConfig:
     """Compile norms with the additions before them, activation, cross entropy; null: on a GPU."""
     gradient_accumulation_fusion: bool | None = None
     """Matrix products add weight gradients to the FP32 buffer; null: on a GPU."""
+    grouped_experts: bool | None = None
+    """Multiply a rank's experts together; null: where they have no biases."""
     fp8: Literal["none", "current", "blockwise", "mxfp8"] = "none"
     """FP8 recipe of the linears of te layers; mxfp8 needs Blackwell."""
 

@@ -51,6 +51,7 @@ CHANGEABLE = (
     "training.check_finite",
     "training.compile_fusions",
     "training.gradient_accumulation_fusion",
+    "training.grouped_experts",
     "training.fp8",
     "optimizer.implementation",
     "optimizer.lr",

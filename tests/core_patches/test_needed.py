@@ -207,6 +207,14 @@ def a_rank_hands_on_its_columns():
     assert "copy_to_tensor_model_parallel_region" not in later
 
 
+@shows("grouped experts")
+def local_layers_have_experts_one_by_one_alone():
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    assert LocalSpecProvider().grouped_mlp_modules(True).func is SequentialMLP
+
+
 @shows("extra depths")
 def tokens_of_one_step_weigh_differently():
     """4/3 in one micro-batch and 1 in another; what follows: tests/training/test_compositions.py.

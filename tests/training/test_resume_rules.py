@@ -164,6 +164,7 @@ UNREAD = {
         "0.5",
         ["model.moe.num_experts=4"],
     ),
+    "training.grouped_experts": ([], "false", ["model.moe.num_experts=4"]),
     "optimizer.wsd_decay_style": (
         [],
         "cosine",

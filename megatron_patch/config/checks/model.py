@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.registry import MAX_LAYERS
+from megatron_patch.schema.effective import groups_experts
 from megatron_patch.schema.model import (
     attention_head_dim,
     ffn_hidden_size,
@@ -247,6 +248,10 @@ def _stage_without_experts(run: RunConfig) -> Iterator[Problem]:
 
 def _experts(run: RunConfig) -> Iterator[Problem]:
     model, moe, parallel = run.model, run.model.moe, run.parallel
+    if run.training.grouped_experts and (moe is None or model.add_bias_linear):
+        why = "a dense model" if moe is None else "model.add_bias_linear: they have no biases"
+        text = f"true with {why}. Set it to null or false"
+        yield Problem("training.grouped_experts", text)
     if moe is None:
         return
     if moe.top_k > moe.num_experts:
@@ -364,11 +369,11 @@ def _recompute(run: RunConfig) -> Iterator[Problem]:
         yield Problem(path, "'moe' needs an MoE model (section model.moe); name other modules")
     if "mla_up_proj" in recompute.modules and model.mla is None:
         yield Problem(path, "'mla_up_proj' needs model.mla; name other modules")
-    if "moe_act" in recompute.modules:
+    if "moe_act" in recompute.modules and not (groups_experts(run) and model.layer_spec == "te"):
         yield Problem(
             path,
-            "'moe_act' needs grouped expert matrices of Transformer Engine, which are not "
-            "available here; use 'moe'",
+            "'moe_act' needs grouped experts of Transformer Engine (training.grouped_experts, "
+            "model.layer_spec: te); use 'moe'",
         )
     if "layernorm" in recompute.modules and model.layer_spec == "local":
         yield Problem(
