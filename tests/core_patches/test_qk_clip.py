@@ -19,9 +19,22 @@ SERVED = [name for name, row in BACKENDS.items() if not row.module]  # by `CoreA
 
 
 @pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    with single_rank():
-        yield
+def one_rank(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("gpu") is None:
+        with single_rank():
+            yield
+        return
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group(
+        "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
 
 
 def hybrid(
