@@ -10,18 +10,37 @@ import pytest
 import torch
 from megatron_cpu import single_rank
 
+from megatron_patch.attention.backends import BACKENDS
+from megatron_patch.attention.registry import BackendError
 from megatron_patch.core_patches.qk_clip import clip_qk
 
 HEADS, GROUPS, DIM, HIDDEN = 4, 2, 8, 32
+SERVED = [name for name, row in BACKENDS.items() if not row.module]  # by `CoreAttention`
 
 
 @pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    with single_rank():
-        yield
+def one_rank(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("gpu") is None:
+        with single_rank():
+            yield
+        return
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group(
+        "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
 
 
-def hybrid(backend: str = "reference", *, bf16: bool = False) -> Any:
+def hybrid(
+    backend: str = "reference", *, bf16: bool = False, device: str = "cpu",
+    options: dict[str, Any] | None = None, **changes: Any,
+) -> Any:  # fmt: skip
     """A chunk as core wraps it: one layer with attention, one without, logits far above 1."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -30,13 +49,16 @@ def hybrid(backend: str = "reference", *, bf16: bool = False) -> Any:
     from megatron_patch.attention.core import core_attention_spec
     from megatron_patch.attention.replace import replace_core_attention
 
-    config = TransformerConfig(
-        num_layers=2, hidden_size=HIDDEN, num_attention_heads=HEADS, num_query_groups=GROUPS,
-        attention_dropout=0.0, hidden_dropout=0.0, use_cpu_initialization=True, qk_clip=True,
-        qk_clip_threshold=1.0, init_method_std=1.0, bf16=bf16, add_bias_linear=False,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32, cuda_graph_modules=[],
-    )  # fmt: skip
-    spec, _ = replace_core_attention(get_gpt_layer_local_spec(), core_attention_spec(backend))
+    hidden = HEADS * 64 if device == "cuda" else HIDDEN
+    config = TransformerConfig(**{
+        "num_layers": 2, "hidden_size": hidden, "num_attention_heads": HEADS,
+        "num_query_groups": GROUPS, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "use_cpu_initialization": True, "qk_clip": True, "qk_clip_threshold": 1.0,
+        "init_method_std": 1.0, "bf16": bf16, "add_bias_linear": False, "cuda_graph_modules": [],
+        "params_dtype": torch.bfloat16 if bf16 else torch.float32,
+    } | changes)  # fmt: skip
+    core = core_attention_spec(backend, **(options or {}))
+    spec, _ = replace_core_attention(get_gpt_layer_local_spec(), core)
     torch.manual_seed(0)
     decoder = torch.nn.Module()
     decoder.layers = torch.nn.ModuleList(
@@ -47,7 +69,7 @@ def hybrid(backend: str = "reference", *, bf16: bool = False) -> Any:
     wrapped = torch.nn.Module()
     wrapped.module = torch.nn.Module()
     wrapped.module.module = model
-    return wrapped
+    return wrapped.to(device)
 
 
 def forward(chunk: Any, *, seed: int = 0) -> Any:
@@ -130,3 +152,64 @@ def test_an_optimizer_without_weights_to_scale_is_refused() -> None:
     forward(chunk)
     with pytest.raises(ValueError, match="use_precision_aware_optimizer"):
         clip_qk([chunk])
+
+
+def in_the_call(attention: Any, device: str) -> torch.Tensor:
+    """Float32 [h] largest causal logits of the q and k that core attention receives in a pass."""
+    got: list[torch.Tensor] = []
+    hook = attention.core_attention.register_forward_pre_hook(
+        lambda _, args: got.extend(x.detach().float() for x in args[:2])
+    )
+    hidden = attention.config.hidden_size
+    x = torch.randn(16, 2, hidden, generator=torch.Generator().manual_seed(3)).to(device)
+    attention(x.to(attention.linear_qkv.weight.dtype), None)
+    hook.remove()
+    q, k = got
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = torch.einsum("ibhd,jbhd->hbij", q, k) * q.shape[-1] ** -0.5
+    hidden_keys = torch.ones(16, 16, dtype=torch.bool, device=device).triu(1)
+    return scores.masked_fill(hidden_keys, -torch.inf).amax((1, 2, 3))
+
+
+def measures_or_refuses(backend: str, *, device: str, **options: Any) -> str:
+    """What a backend does with ``log_max_attention_logit`` alone; raises if it is wrong."""
+    try:
+        chunk = hybrid(
+            backend, bf16=backend != "reference", device=device, options=options,
+            qk_clip=False, log_max_attention_logit=True,
+        )  # fmt: skip
+    except BackendError as error:
+        assert BACKENDS[backend].max_logits or (
+            "the maximum logit of each head (qk_clip) is not something it has" in str(error)
+            and "stable_flash" in str(error)
+        ), error
+        return f"refused: {error}"
+    attention = chunk.module.module.decoder.layers[1].self_attention.train()
+    expected = in_the_call(attention, device)
+    found = attention.core_attention.current_max_attn_logits
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    assert clip_qk([chunk], log_max_only=True) == pytest.approx(float(expected.max()), rel=2e-5)
+    return "measured"
+
+
+@pytest.mark.parametrize("backend", SERVED)
+def test_every_backend_gives_its_largest_logits_or_says_that_it_has_none(backend: str) -> None:
+    did = measures_or_refuses(backend, device="cpu")
+    assert did == "measured" or backend not in ("reference", "stable_flash"), did
+    if not BACKENDS[backend].max_logits:
+        assert did.startswith("refused")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [(name, {}) for name in SERVED]
+    + [("stable_flash", {"backward": name}) for name in ("sdpa_cudnn", "sdpa_flash", "fa4")]
+    + [("stable_flash", {"stabilizer": name}) for name in BACKENDS["stable_flash"].stabilizers],
+    ids=str,
+)
+def test_the_same_on_a_gpu(backend: str, options: dict[str, str]) -> None:
+    did = measures_or_refuses(backend, device="cuda", **options)
+    print(backend, options, did)
+    if backend == "stable_flash" and options.get("backward") != "fa4":
+        assert did == "measured"
