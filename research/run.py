@@ -344,7 +344,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", metavar="N", type=_positive, help="default: all; CPU: 1")
     parser.add_argument("--minutes", metavar="M", type=float, help="stop, saved, before it is over")
     parser.add_argument("--steps", metavar="N", type=_positive, help="end runs here for now")
-    parser.add_argument("--only", metavar="CELL", nargs="+", default=[], help="cells, runs, seeds")
+    only = "cells, runs or seeds, started in this order"
+    parser.add_argument("--only", metavar="CELL", nargs="+", default=[], help=only)
     parser.add_argument("--gpus-per-run", metavar="N", type=_positive)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--results", action="store_true", help="write the tables, start nothing")
@@ -378,6 +379,8 @@ def run(args: argparse.Namespace) -> int:
             allowed = ", ".join(run.id for run in experiment.runs)
             raise ExperimentError(f"--only {name}: is no cell, run or seed; runs are {allowed}")
     runs = [run for run in experiment.runs if run.among(args.only)]
+    # Named runs start in the order named: the one whose result is wanted first comes first.
+    runs.sort(key=lambda run: next((i for i, x in enumerate(args.only) if run.among([x])), 0))
     gpus = _gpus(args, runs)
     if args.dry_run:
         print(describe(experiment, runs, gpus=gpus, steps=steps))

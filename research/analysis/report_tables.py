@@ -31,7 +31,12 @@ PAGE = RESULTS.parent / "report.md"
 SETTLED, WINDOW, LAST = 2000, 50, 4
 """Losses are compared from this step on, in windows of so many steps; over the last so many."""
 CONTINUED, LATE = "attribution_continued", "rescue_late"
-OF = {"BF16 stream": "baselines_bf16_residual", "continued": CONTINUED, "late rescue": LATE}
+OF = {
+    "BF16 stream": "baselines_bf16_residual",
+    "continued": CONTINUED,
+    "late rescue": LATE,
+    "of int8": "int8",
+}
 """Protocol of runs whose names say that they are set apart (`shared.run_name`)."""
 PROBED = (
     *(("none_s2", "none-s2", 6452), ("vendor", "sdpa_cudnn-s2", 6352)),
@@ -116,6 +121,10 @@ def losses() -> str:
     own = [run["run"] for run in rows_of("attribution") if run["cell"] in cells]
     pairs += [(run, f"compensated-{run[-2:]}") for run in own]
     pairs.append(("compensated-s1, BF16 stream", "compensated-s1"))
+    for run in (x for x in rows_of("int8") if x["state"] == "finished" and x["run"] != "bf16-s1"):
+        other = "bf16-s1, of int8" if run["cell"] == "bf16" else f"bf16-s{run['seed']}, of int8"
+        other = "compensated-s1" if run["cell"] == "no_qk_norm" else other
+        pairs.append((f"{run['run']}, of int8", other))
     rows = []
     for one, other in pairs:
         a, b = counted(one), counted(other)
