@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.capabilities import OURS
 from megatron_patch.planner.sizes import FLOAT, INT64, RankShapes, rank_shapes
-from megatron_patch.schema.effective import expert_tensor_parallel_size
+from megatron_patch.schema.effective import expert_tensor_parallel_size, groups_experts
 from megatron_patch.schema.model import (
     MLAConfig,
     MoEConfig,
@@ -288,12 +288,12 @@ class Activations:
         return [*moments, stage("fc1: gradients", fc1)]
 
     def expert_moments(self, moe: MoEConfig) -> list[BackwardStage]:
-        """Experts one after the other; the scaling by probabilities is done in float32."""
+        """The float32 scaling by probabilities: of one expert, or of all multiplied together."""
         n = self.n
         local = moe.num_experts // self.run.parallel.expert_model_parallel_size
         given = self.most_tokens(moe)
         width = expert_ffn_hidden_size(self.model, moe) // self.etp
-        unit = given // local * width
+        unit = given // (1 if groups_experts(self.run) else local) * width
         again = sum(x.size for x in self.experts(moe)) if "moe" in self.modules else 0
         gradient = n.w * given * n.h
         extra = n.stream + gradient + (n.w + 3 * FLOAT) * unit + again
