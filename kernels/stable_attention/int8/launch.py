@@ -52,7 +52,7 @@ class Tile(NamedTuple):
 TILES = {
     ("forward", 64): Tile(128, 4, 3), ("forward", 128): Tile(128, 8, 3),
     ("dq", 64): Tile(64, 4, 2), ("dq", 128): Tile(128, 8, 2),
-    ("dkdv", 64): Tile(128, 8, 2), ("dkdv", 128): Tile(128, 8, 2),
+    ("dkdv", 64): Tile(128, 8, 2), ("dkdv", 128): Tile(128, 8, 3),
 }  # fmt: skip
 
 
@@ -101,7 +101,10 @@ def _tile(kernel: str, problem: Problem, settings: Settings, device: torch.devic
     if kernel != "forward":
         # Ada has 99 KiB of shared memory a program.
         small |= settings.scales == "tile" or configs.arch_of(device).startswith("sm8")
-    return tile._replace(rows=BLOCK, warps=problem.d // 16) if small else tile
+    if not small:
+        return tile
+    stages = tile.stages if kernel == "forward" else 2  # a third does not fit there
+    return tile._replace(rows=BLOCK, warps=problem.d // 16, stages=stages)
 
 
 def _row_steps(problem: Problem) -> tuple[int, ...]:
