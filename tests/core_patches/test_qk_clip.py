@@ -205,10 +205,13 @@ def test_every_backend_gives_its_largest_logits_or_says_that_it_has_none(backend
     ("backend", "options"),
     [(name, {}) for name in SERVED]
     + [("stable_flash", {"backward": name}) for name in ("sdpa_cudnn", "sdpa_flash", "fa4")]
-    + [("stable_flash", {"stabilizer": name}) for name in BACKENDS["stable_flash"].stabilizers],
+    + [
+        ("stable_flash", {"stabilizer": name, "allow_broken": name == "paper_bf16"})
+        for name in BACKENDS["stable_flash"].stabilizers
+    ],
     ids=str,
 )
-def test_the_same_on_a_gpu(backend: str, options: dict[str, str]) -> None:
+def test_the_same_on_a_gpu(backend: str, options: dict[str, Any]) -> None:
     did = measures_or_refuses(backend, device="cuda", **options)
     print(backend, options, did)
     if backend == "stable_flash" and options.get("backward") != "fa4":
