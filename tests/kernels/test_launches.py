@@ -295,7 +295,6 @@ def test_the_c_function_is_given_what_triton_gives_it(monkeypatch: pytest.Monkey
         return [("map", x.base.data_ptr()), *x.shape, *x.strides]
 
     monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
-    monkeypatch.setattr(launches, "BELOW", True)
     active = SimpleNamespace(get_current_stream=lambda device: 0)
     runtime = SimpleNamespace(driver=SimpleNamespace(active=active))
     monkeypatch.setattr(launches, "triton", SimpleNamespace(runtime=runtime))

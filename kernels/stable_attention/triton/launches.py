@@ -41,8 +41,6 @@ KEPT = 1024
 _launches: dict[tuple[object, ...], _Launch | None] = {}
 
 
-BELOW = False
-"""Whether kept launches call the C function: not before that has run on a GPU."""
 DESCRIBED = 64
 """Addresses of a described tensor whose descriptors are kept: allocators hand out the same few."""
 
@@ -95,8 +93,7 @@ class _Launch:
         self._call: Callable[..., None] | None = None
         metas: list[Any] = []
         with contextlib.suppress(AttributeError, KeyError, TypeError):
-            if BELOW:
-                self._call, metas = _below(compiled, whole_grid)
+            self._call, metas = _below(compiled, whole_grid)
         # The same for `_call`: descriptors take several places each.
         self._given: list[Any] = []
         self._given_addresses: list[tuple[int, int]] = []
