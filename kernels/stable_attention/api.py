@@ -169,11 +169,14 @@ def attend(
     q, k, v = ops.under_autocast(q, k, v)
     problem, extras = describe(q, k, v, options, **given)
     check_device(q)
-    out, lse, low, max_logits, _ = ops.attention(
-        problem, q, k, v, extras, with_max_logits=wanted[1], with_lse=wanted[0]
-    )
-    also = [x for asked, x in zip(wanted, (lse, max_logits, low), strict=True) if asked]
-    return (out, *also) if also else out
+    found = ops.attention(
+        problem, q, k, v, extras,
+        with_max_logits=wanted[1], with_lse=wanted[0], with_low=wanted[2],
+    )  # fmt: skip
+    if not any(wanted):
+        return found[0]
+    out, lse, low, max_logits, _ = found
+    return (out, *(x for asked, x in zip(wanted, (lse, max_logits, low), strict=True) if asked))
 
 
 def check_device(q: torch.Tensor) -> None:

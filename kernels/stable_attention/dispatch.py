@@ -18,7 +18,7 @@ import triton
 
 from stable_attention import configs
 from stable_attention.hopper import launch as hopper
-from stable_attention.problem import UNLIMITED, AttentionArgumentError, Problem, choose
+from stable_attention.problem import KEPT, UNLIMITED, AttentionArgumentError, Problem, choose
 from stable_attention.stabilizers import KNOWN
 from stable_attention.triton.backward import backward
 from stable_attention.triton.forward import forward
@@ -55,7 +55,7 @@ def on_device(launch: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class KernelSet:
     """One implementation of forward, preprocess and backward, and what it can do."""
 
@@ -150,10 +150,14 @@ def select(problem: Problem, device: torch.device) -> KernelSet:
 
     Raises `AttentionArgumentError` with what every set lacks.
     """
-    arch = configs.arch_of(device)
+    return _selected(problem, configs.arch_of(device), tuple(allowed()))
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _selected(problem: Problem, arch: str, rows: tuple[KernelSet, ...]) -> KernelSet:
     wanted = set(needs(problem))
     lacks = []
-    for row in allowed():
+    for row in rows:
         missing = sorted(wanted - row.features)
         if arch not in row.archs:
             missing.append(f"architecture {arch}")

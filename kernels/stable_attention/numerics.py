@@ -11,9 +11,9 @@ What is stabilised, and why (arXiv 2510.04212; docs/kernels.md):
       l_rounded   sum of rounded P           normalises O and the backward's P
       l_fp32      sum of unrounded P         gives LSE and the merge weights, where asked for
 * A third, which grows with the key length: tensor cores truncate when they add to a large
-  accumulator, a one-sided error of up to 2^-24 of it per 16 keys. "compensated" lets them
-  accumulate inside a segment of SEGMENT keys only and adds the segments with rounding to nearest
-  (`add_segment`); a segment of one tile costs nothing more than the rescaling (`add_late`).
+  accumulator, a one-sided error of up to 2^-24 of it per 16 keys (`truncation`). "compensated" lets
+  them accumulate inside a segment of SEGMENT keys only and adds the segments with rounding to
+  nearest (`add_segment`); a segment of one tile costs nothing more than the rescaling (`add_late`).
 
 Units: scores arrive unscaled in float32; ``unit`` turns them into log2 units (scale * log2 e), so
 that one fused multiply-add and exp2 make a probability. Row statistics m (the shift that p and what
@@ -44,6 +44,17 @@ DYNAMIC_BOUND_FP16 = tl.constexpr(4.0)
 # Weights below 2^-8 of a row's largest do not show in the row's rounding; and what was accumulated,
 # which then is up to 2^8 times what it would be, has room for that.
 OWN_SHIFT_BOUND = tl.constexpr(8.0)
+
+
+def truncation(keys: int) -> float:
+    """Bound on the mean relative error of a tensor-core sum over so many keys.
+
+    Each addition of 16 keys drops the bits below the sum's last one: half of that on average, at
+    most 2^-24 of the sum. O is a quotient of two such sums, so its error is their difference. That
+    of delta is at most sum |dO O| times this; and segments, which are added with rounding to
+    nearest, have no mean error more than the worst of them.
+    """
+    return keys / 16 * 2.0**-24
 
 
 @triton.jit

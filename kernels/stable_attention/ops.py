@@ -32,7 +32,7 @@ from stable_attention.pieces import joined
 from stable_attention.problem import Extras, Problem, options_of
 from stable_attention.triton.forward import allocate, forward_kernel
 from stable_attention.triton.preprocess import sink_gradient
-from stable_attention.triton.results import new_gradients
+from stable_attention.triton.results import ForwardResult, new_gradients
 
 # Decided when the kernels are decorated, that is at import.
 _INTERPRETING = type(forward_kernel).__name__ == "InterpretedFunction"
@@ -65,11 +65,23 @@ def _forward(
     """
     problem = Problem.decode(spec, q, k, v, sq=sq, sk=sk, sinks=sinks, cu_q=cu_q)
     extras = Extras(sinks, cu_q, cu_k, start_q, start_k, seed)
+    result = _launch(q, k, v, problem, extras, with_max_logits, with_lse)
+    return result.out, result.lse, result.low, result.max_logits, result.row_lse
+
+
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    extras: Extras,
+    with_max_logits: bool = False,
+    with_lse: bool = False,
+) -> ForwardResult:
     vendors.select(problem, q.device)  # refuses what the backward would have to
-    result = dispatch.select(problem, q.device).forward(
+    return dispatch.select(problem, q.device).forward(
         problem, q, k, v, extras=extras, with_max_logits=with_max_logits, with_lse=with_lse
     )
-    return result.out, result.lse, result.low, result.max_logits, result.row_lse
 
 
 def _forward_fake(
@@ -165,6 +177,7 @@ forward_op = _define("forward", _forward, _forward_fake)
 backward_op = _define("backward", _backward, _backward_fake)
 flops.register(forward_op, backward_op)
 _forward_here, _backward_here = dispatch.on_device(_forward), dispatch.on_device(_backward)
+_launch_here = dispatch.on_device(_launch)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -173,17 +186,26 @@ def _unseen(tensors: tuple[torch.Tensor | None, ...]) -> bool:
 
     They are not to whoever traces, transforms or records operators, or brings tensors of its own.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not torch.autograd.profiler._is_profiler_enabled
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
+    if (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch.autograd.profiler._is_profiler_enabled
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._len_torch_function_stack() != 0
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    for x in tensors:  # a plain loop: every call comes past twice
         # What is batched (also by autograd itself, for several dO at once) has no storage.
-        and all(x is None or (type(x) in _PLAIN and torch._C._has_storage(x)) for x in tensors)
-    )
+        if x is not None and (type(x) not in _PLAIN or not torch._C._has_storage(x)):
+            return False
+    return True
+
+
+def _text(spec: str | Problem) -> str:
+    """What an operator takes: calls that nobody sees hand on the `Problem` itself."""
+    return spec if isinstance(spec, str) else spec.encode()
 
 
 class _Attention(torch.autograd.Function):
@@ -196,7 +218,9 @@ class _Attention(torch.autograd.Function):
             out, lse, low, max_logits, row_lse = _forward_here(*tensors, sq, sk, spec, *wanted)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse, low, max_logits, row_lse = forward_op(*tensors, sq, sk, spec, *wanted)
+                out, lse, low, max_logits, row_lse = forward_op(
+                    *tensors, sq, sk, _text(spec), *wanted
+                )
         # By the shape, so that a call without rows is told, too: of (0,) one has one dimension.
         own_rows = row_lse.dim() > 1
         ctx.save_for_backward(out, row_lse if own_rows else lse, low, *tensors)
@@ -217,16 +241,36 @@ class _Attention(torch.autograd.Function):
             return None, None, None, None, *others
         if dout is None:
             dout = torch.zeros_like(out)
-        dout = readable(dout, options_of(ctx.spec).layout)
+        spec = ctx.spec
+        options = options_of(spec) if isinstance(spec, str) else spec
+        dout = readable(dout, options.layout)
         together = q.numel() > 0 and joined((q, k, v)) is not None
         tensors = (dout, dlse, out, lse, low, q, k, v, sinks, *small)
         # With gradients of gradients the operator has something to say (`_Once`).
         direct = not torch.is_grad_enabled() and _unseen(tensors)
         run: Callable[..., tuple[torch.Tensor, ...]] = _backward_here if direct else backward_op
-        dq, dk, dv, dsinks = run(*tensors, *ctx.lengths, ctx.spec, together)
+        spec = spec if direct else _text(spec)
+        dq, dk, dv, dsinks = run(*tensors, *ctx.lengths, spec, together)
         if together:
             dq, dk, dv = dq.split_with_sizes([x.shape[-1] for x in (q, k, v)], -1)
         return dq, dk, dv, None if sinks is None else dsinks, *others
+
+
+class _Alone(torch.autograd.Function):
+    """The rule of a call that wants O alone and that nobody sees: one output, and few arguments."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, problem, extras):
+        found = _launch_here(q, k, v, problem, extras)
+        lse = found.row_lse if found.row_lse.dim() > 1 else found.lse
+        ctx.save_for_backward(found.out, lse, found.low, q, k, v, *extras[:6])
+        ctx.lengths, ctx.spec = (problem.sq, problem.sk), problem
+        ctx.set_materialize_grads(False)
+        return found.out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return (*_Attention.backward(ctx, dout, None, None, None, None)[:4], None, None)
 
 
 class _Once(torch.autograd.Function):
@@ -314,8 +358,9 @@ def attention(
     *,
     with_max_logits: bool,
     with_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`forward_op` of a call that `describe.describe` has seen."""
+    with_low: bool,
+) -> tuple[torch.Tensor, ...]:
+    """`forward_op` of a call that `describe.describe` has seen; O alone where that is all."""
     if problem.backward not in ("auto", "own") and not torch.is_grad_enabled():
         # Nobody's backward runs, so nothing of it is refused (one query beside cached keys).
         problem = replace(problem, backward="own")
@@ -323,8 +368,16 @@ def attention(
         q, k, v, extras.sinks, extras.cu_q, extras.cu_k, extras.start_q, extras.start_k,
         extras.seed,
     )  # fmt: skip
-    run = _unseen_forward if _unseen(tensors) else forward_op
-    return run(*tensors, problem.sq, problem.sk, problem.encode(), with_max_logits, with_lse)
+    if not _unseen(tensors):
+        spec = problem.encode()
+        return forward_op(*tensors, problem.sq, problem.sk, spec, with_max_logits, with_lse)
+    if with_max_logits or with_lse or with_low:
+        return _unseen_forward(*tensors, problem.sq, problem.sk, problem, with_max_logits, with_lse)
+    sinks = extras.sinks
+    needs = q.requires_grad or k.requires_grad or v.requires_grad
+    if torch.is_grad_enabled() and (needs or (sinks is not None and sinks.requires_grad)):
+        return (_Alone.apply(q, k, v, sinks, problem, extras),)
+    return (_launch_here(q, k, v, problem, extras).out,)
 
 
 __all__ = ["attention", "backward_op", "forward_op", "interpreting"]

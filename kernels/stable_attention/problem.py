@@ -292,9 +292,9 @@ class Options:
         flag("causal", causal)
         flag("allow_broken", allow_broken)
         left, right = (int(constant(x)) for x in window_bounds(causal, window))
-        simple = not torch.compiler.is_compiling() and all(
-            type(x) in _SIMPLE for x in named.values()
-        )
+        simple = not torch.compiler.is_compiling()
+        for x in named.values():
+            simple = simple and type(x) in _SIMPLE
         # Only an immutable object cannot come again with another value.
         if simple:
             return _parsed(left, right, bool(allow_broken), **named)
@@ -359,6 +359,10 @@ class Problem(Options):
     """Global position of query row 0 (and of key 0 in ``pos_k``), where the host knows it."""
     pos_k: int = 0
 
+    def __hash__(self) -> int:
+        """Of what differs most: a call is looked up several times, and 28 fields take longer."""
+        return hash((self.batch, self.sq, self.sk, self.heads, self.kv_heads, self.d, self.scale))
+
     @property
     def varlen(self) -> bool:
         return self.layout == "thd"
@@ -383,7 +387,7 @@ class Problem(Options):
     @classmethod
     def decode(
         cls,
-        spec: str,
+        spec: str | Problem,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -393,7 +397,12 @@ class Problem(Options):
         sinks: torch.Tensor | None,
         cu_q: torch.Tensor | None,
     ) -> Problem:
-        """The `Problem` of a call that `describe` has seen, without its checks."""
+        """The `Problem` of a call that `describe` has seen, without its checks.
+
+        A ``spec`` that is one already is it: nothing stood between that needs text.
+        """
+        if isinstance(spec, Problem):
+            return spec
         sequences = None if cu_q is None else cu_q.shape[0] - 1
         return build(
             options_of(spec), q.dtype, q.shape, k.shape, v.shape, sequences, sq, sk,

@@ -48,6 +48,7 @@ for d, dv, right, stabilizer, dropout in tiles[::3] if few else tiles:
     for launch in launches:
         x = aot.compile_launch(launch, arch)
         rows.append(dict(kernel=x.name, d=d, dv=dv, dropout=dropout, registers=x.registers,
+                         gluon=launch.kernel.is_gluon(),
                          spills=x.spill_bytes, shared=x.shared, limit=aot.SHARED_LIMIT[arch],
                          warnings=x.warnings))
 print(json.dumps(rows))
@@ -61,9 +62,9 @@ MAX_SPILLS = {
     "sm100": {},
 }
 ELSEWHERE = 1000
-# Of the persistent Gluon kernel, outside its loops for the most part; and what ptxas says of it,
+# Of a persistent Gluon kernel, outside its loops for the most part; and what ptxas says of it,
 # and of row sums of dS, without harm: that it lets one product start where another may still run.
-PERSISTENT, HARMLESS = 400, "C7519"
+PERSISTENT, HARMLESS = 900, "C7519"
 # The generator of dropout's mask takes registers of its own.
 WITH_DROPOUT = 2000
 # Two float32 accumulators, an int32 product beside them: bounded only, tiles were not searched.
@@ -94,7 +95,7 @@ def test_shipped_tiles_compile_and_fit(arch, which, tmp_path):
     for row in rows:
         assert row["shared"] <= row["limit"], row
         spills = MAX_SPILLS[arch].get(row["d"], ELSEWHERE)
-        if row["kernel"] == "backward_kernel":
+        if row["gluon"]:
             spills = PERSISTENT
         row["warnings"] = [x for x in row["warnings"] if HARMLESS not in x]
         assert row["spills"] <= (WITH_DROPOUT if row["dropout"] else spills), row
@@ -188,7 +189,8 @@ def test_bands_and_packed_sequences_compile_for_hopper(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     for row in json.loads(done.stdout.splitlines()[-1]):
-        assert row["shared"] <= 232448 and row["spills"] <= 3 * PERSISTENT, row
+        # Most with a softcap, which no call gets here yet.
+        assert row["shared"] <= 232448 and row["spills"] <= 1700, row
         assert not [x for x in row["warnings"] if HARMLESS not in x], row
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import gc
+import os
+import sys
 import weakref
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
+from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stable_attention.triton import launches
+from stable_attention import configs, stable_attention
+from stable_attention.hopper import launch as hopper
+from stable_attention.triton import launches, preprocess
 from stable_attention.triton.launches import launch
 
 NAMES = ("x", "x_desc", "y", "size", "WIDTH")
@@ -197,3 +204,114 @@ def test_lengths_that_never_come_again_do_not_pile_up(monkeypatch: pytest.Monkey
     for _ in range(3):
         call(kernel, *pair())
     assert len(kernel.kept) == 1
+
+
+PASSES = {"forward": 115, "backward": 105}
+"""Python calls within the library of one call as in training, by pass, with a few to spare."""
+
+
+def test_a_call_is_few_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's time is counted, not measured: kernels do nothing, launches are kept."""
+    monkeypatch.setattr(launches, "CompiledKernel", Compiled)
+    monkeypatch.setattr(configs, "arch_of", lambda device: "sm90")
+    for module in (hopper, preprocess):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            fake = Anything(getattr(module, name).arg_names)
+            monkeypatch.setattr(module, name, fake)
+    q, k, v = (torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    dout = torch.zeros_like(q)
+
+    def forward() -> torch.Tensor:
+        return stable_attention(q, k, v, layout="bhsd", causal=True)
+
+    for _ in range(3):
+        out = forward()
+        torch.autograd.grad(out, (q, k, v), dout)
+    out = forward()
+    passes = {
+        "forward": forward,
+        "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+    }
+    for name, run in passes.items():
+        seen: collections.Counter[str] = collections.Counter()
+
+        def note(frame: FrameType, event: str, argument: object, seen=seen) -> None:
+            if event == "call" and f"{os.sep}stable_attention{os.sep}" in frame.f_code.co_filename:
+                seen[frame.f_code.co_name] += 1
+
+        sys.setprofile(note)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+        assert 20 < seen.total() <= PASSES[name], (name, seen.most_common(20))
+
+
+class Anything:
+    """Stands for a jitted function that does nothing."""
+
+    pre_run_hooks: tuple[object, ...] = ()
+
+    def __init__(self, arg_names: list[str]) -> None:
+        self.arg_names = arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return lambda *positional, **named: Compiled([])
+
+
+class Driver:
+    """A kernel whose C function notes what it is given, under Triton's own encoding."""
+
+    function, packed_metadata = 11, (4, 1, 0)
+
+    def __init__(self, *, listed: bool) -> None:
+        self.given: list[tuple[object, ...]] = []
+        signature = {0: "*fp32", 1: "tensordesc<fp32[1,16]>", 2: "*fp32", 3: "i32", 4: "constexpr"}
+        self.run = SimpleNamespace(
+            launch=driver.wrap_handle_tensordesc(self._launch, signature, [{"swizzle": 0}]),
+            global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False,
+            launch_pdl=False,
+        )  # fmt: skip
+        if listed:
+            self.run.kernel_signature, self.run.arg_annotations = b"", ()
+
+    def _launch(self, *given: object) -> None:
+        *first, last = given
+        self.given.append((*first, *last) if isinstance(last, list) else given)
+
+    def __getitem__(self, grid: tuple[int, int, int]):
+        def run(*_: object) -> None:
+            raise AssertionError("through Triton's own launch")
+
+        return run
+
+
+def test_the_c_function_is_given_what_triton_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form of Triton 3.6, and of 3.7 (arguments in a list); descriptors are encoded once."""
+    encoded: list[int] = []
+
+    def encode(x: TensorDescriptor, meta: object) -> list[object]:
+        encoded.append(x.base.data_ptr())
+        return [("map", x.base.data_ptr()), *x.shape, *x.strides]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    active = SimpleNamespace(get_current_stream=lambda device: 0)
+    runtime = SimpleNamespace(driver=SimpleNamespace(active=active))
+    monkeypatch.setattr(launches, "triton", SimpleNamespace(runtime=runtime))
+    for listed in (False, True):
+        x, y = pair()
+        compiled = Driver(listed=listed)
+        kept = launches._Launch(Kernel(), compiled, arguments(x, y), (x, y))
+        addresses = [x.data_ptr(), y.data_ptr()]
+        assert kept._call is not None
+        encoded.clear()
+        for _ in range(3):
+            kept((x, y), addresses)
+        assert len(encoded) == 1
+        call = compiled.given[-1]
+        expected = [addresses[0], ("map", addresses[0]), 3, 16, 16, 1, addresses[1], 3, 7]
+        assert list(call[-len(expected) :]) == expected
+        assert call[:7] == (3, 1, 1, 0, 11, False, False)
+        other = torch.zeros(3, 16)
+        kept((other, y), [other.data_ptr(), y.data_ptr()])
+        assert ("map", other.data_ptr()) in compiled.given[-1]

@@ -36,9 +36,11 @@ def _lanes(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def next_item(counter):
-    """Take a number from a counter in global memory; one warp, which gets one number."""
+def next_item(counter, last):
+    """Take a number from a counter in global memory, which is 0 again after ``last``; one warp,
+    which gets one number."""
     place = _lanes(counter.to(gl.int64), gl.int64)
+    most = _lanes(last, gl.int32)
     got = gl.inline_asm_elementwise(
         """{
         .reg .pred first;
@@ -46,10 +48,10 @@ def next_item(counter):
         mov.u32 t, %laneid;
         setp.eq.u32 first, t, 0;
         mov.u32 $0, 0;
-        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+        @first atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;
         shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;
         }""",
-        "=&r,l", [place], dtype=gl.int32, is_pure=False, pack=1,
+        "=&r,l,r", [place, most], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     return gl.max(got, 0)
 

@@ -26,6 +26,10 @@ ALL = gl.constexpr("288")
 PAIR = gl.constexpr(2)
 """Query tiles in shared memory, tiles of dS, and items announced in the backward pass: a ring of
 two each."""
+ITEM = gl.constexpr(4)
+"""int32 numbers of an item announced in the forward pass: its head counted over the batch, or -1
+after the last item; its tile; its batch entry; its head within that. The producer divides for
+everyone, in time that it has."""
 
 
 @gluon.jit
@@ -46,21 +50,27 @@ def forward_producer(
     tiles = 0
     if PACKED:
         query_tiles = gl.load(counter + 1)
-    item = next_item(counter)
+    items = query_tiles * all_heads
+    # Programs begin with their own number, and so do without the counter.
+    item = gl.program_id(0)
     running = True
     while running:
-        running = item < query_tiles * all_heads
+        running = item < items
         buffer = tiles & 1
         if tiles >= 2:
             sync_named(BUFFER_OF_Q + buffer, ALL, 1)
         tiles += 1
-        item_s.index(buffer).store(gl.full([1], gl.where(running, item, -1), gl.int32, one))
+        t, head = item_at(item, query_tiles, head_block, CAUSAL or BAND)
+        b = head // heads
+        h = head % heads
+        told = buffer * ITEM
+        item_s.index(told).store(gl.full([1], gl.where(running, head, -1), gl.int32, one))
+        item_s.index(told + 1).store(gl.full([1], t, gl.int32, one))
+        item_s.index(told + 2).store(gl.full([1], b, gl.int32, one))
+        item_s.index(told + 3).store(gl.full([1], h, gl.int32, one))
         warp_sync(item)
         if running:
-            t, head = item_at(item, query_tiles, head_block, CAUSAL or BAND)
             m, start_q, queries, start_k, keys = place_of(places, t, sq, sk, PACKED)
-            b = head // heads
-            h = head % heads
             hk = h // GROUP
             last, blocks = key_blocks_of(m, key_blocks, queries, keys, left, right, CAUSAL, BAND)
             mbarrier.expect(q_full.index(buffer), 2 * q_desc.block_type.nbytes)
@@ -92,7 +102,8 @@ def forward_producer(
                     )  # fmt: skip
                     v = gl.where(v + 1 == SLOTS, 0, v + 1)
                     copied_v += 1
-            item = next_item(counter)
+            # As many numbers are taken as there are items, so the counter ends as it began.
+            item = gl.num_programs(0) + next_item(counter, items - 1)
         else:
             mbarrier.arrive(q_full.index(buffer), count=1)
 
@@ -116,7 +127,7 @@ def backward_producer(
     tiles = key_tiles
     if PACKED:
         tiles = gl.load(counter + 2)
-    item = next_item(counter)
+    item = next_item(counter, -1)
     running = True
     while running:
         running = item < tiles * all_heads
@@ -175,7 +186,7 @@ def backward_producer(
                         delta_desc, [row + m, 0], do_full.index(slot), delta_s.index(slot)
                     )
                     slot, parity = advance(slot, parity, PAIR)
-            item = next_item(counter)
+            item = next_item(counter, -1)
 
 
-__all__ = ["ALL", "PAIR", "SLOT_OF_K", "backward_producer", "forward_producer"]
+__all__ = ["ALL", "ITEM", "PAIR", "SLOT_OF_K", "backward_producer", "forward_producer"]

@@ -7,6 +7,9 @@ what the caller names (`facts`) and from type, shape, strides and alignment of t
 these come again, the compiled kernel is launched with the arguments of last time, in which only
 addresses are new.
 
+Triton's launch of a compiled kernel encodes every TMA descriptor anew and calls hooks in Python; a
+kept launch calls the C function below that (`_below`), with descriptors encoded once an address.
+
 Lengths of packed sequences change from step to step, so a launch is kept when it is seen for the
 second time. Triton's interpreter compiles nothing, and nothing of it is kept.
 """
@@ -15,10 +18,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
+import triton
 from triton import knobs
+from triton.backends.nvidia import driver
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -35,6 +41,38 @@ KEPT = 1024
 _launches: dict[tuple[object, ...], _Launch | None] = {}
 
 
+DESCRIBED = 64
+"""Addresses of a described tensor whose descriptors are kept: allocators hand out the same few."""
+
+
+def _below(compiled: Any, grid: tuple[int, int, int]) -> tuple[Callable[..., None], list[Any]]:
+    """What Triton 3.6 and 3.7 launch a kernel with under their Python: (a function of the stream
+    and the arguments, of which descriptors are encoded; what `_encoded` needs of each descriptor).
+
+    AttributeError, KeyError or TypeError where this Triton is another one.
+    """
+    run, metas = compiled.run, []
+    call = run.launch
+    if isinstance(call, FunctionType):  # it encodes descriptors and calls the C function
+        cells = zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)
+        found = {name: cell.cell_contents for name, cell in cells}
+        call, metas = found["launcher"], found["tensordesc_meta"]
+    if run.global_scratch_size or run.profile_scratch_size or None in metas:
+        raise TypeError("it needs more than its arguments")
+    function, packed = compiled.function, compiled.packed_metadata
+    flags, hooks, scratch = (run.launch_cooperative_grid, run.launch_pdl), (None,) * 3, (None,) * 2
+    if hasattr(run, "kernel_signature"):  # 3.7
+        last = (*flags, packed, *hooks, *scratch, run.arg_annotations, run.kernel_signature)
+        return lambda stream, given: call(*grid, stream, function, *last, given), metas
+    first = (*flags, *scratch, packed, *hooks)
+    return lambda stream, given: call(*grid, stream, function, *first, *given), metas
+
+
+def _encoded(x: torch.Tensor, template: TensorDescriptor, meta: Any) -> list[Any]:
+    """The descriptor of x as C functions take it, its extents and its strides."""
+    return driver.make_tensordesc_arg(at(x, template), meta)
+
+
 class _Launch:
     """A compiled kernel, its grid and its arguments."""
 
@@ -44,21 +82,68 @@ class _Launch:
         grid, positional, named = arguments
         names = kernel.arg_names
         self._kernel = kernel  # alive, so that its id is not another's
-        self._run = compiled[(*grid, 1, 1)[:3]]
+        x, y, z = (*grid, 1, 1)[:3]
+        whole_grid = x, y, z
+        self._run = compiled[whole_grid]
         self._arguments = [*positional, *(named[name] for name in names[len(positional) :])]
         slots = {id(x): slot for slot, x in enumerate(tensors) if x is not None}
         self._addresses: list[tuple[int, int]] = []
         self._described: list[tuple[int, int, Any]] = []
+        self._device = next((x.get_device() for x in tensors if x is not None), -1)
+        self._call: Callable[..., None] | None = None
+        metas: list[Any] = []
+        with contextlib.suppress(AttributeError, KeyError, TypeError):
+            self._call, metas = _below(compiled, whole_grid)
+        # The same for `_call`: descriptors take several places each.
+        self._given: list[Any] = []
+        self._given_addresses: list[tuple[int, int]] = []
+        self._given_described: list[tuple[int, int, Any, Any, dict[int, Any]]] = []
         for place, argument in enumerate(self._arguments):
             if isinstance(argument, torch.Tensor):
                 self._addresses.append((place, slots[id(argument)]))
+                self._given_addresses.append((len(self._given), slots[id(argument)]))
             elif isinstance(argument, (TensorDescriptor, GluonDescriptor)):
-                self._described.append((place, slots[id(argument.base)], at(None, argument)))
-            else:
+                slot, template = slots[id(argument.base)], at(None, argument)
+                self._described.append((place, slot, template))
+                if self._call is not None:
+                    meta = metas[len(self._given_described)]
+                    begin = len(self._given)
+                    self._given_described.append((begin, slot, template, meta, {}))
+                    self._given += _encoded(argument.base, template, meta)
+                self._arguments[place] = None
                 continue
+            else:
+                self._given.append(argument)
+                continue
+            self._given.append(None)
             self._arguments[place] = None  # keeps no tensor alive
 
     def __call__(self, tensors: Tensors, addresses: list[int]) -> None:
+        runtime = knobs.runtime
+        if (
+            self._call is None
+            or getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
+            or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
+        ):
+            self._run_with_hooks(tensors, addresses)
+            return
+        given = self._given.copy()
+        for place, slot in self._given_addresses:
+            given[place] = addresses[slot]
+        for place, slot, template, meta, known in self._given_described:
+            address = addresses[slot]
+            found = known.get(address)
+            if found is None:
+                if len(known) >= DESCRIBED:
+                    known.clear()
+                tensor = tensors[slot]
+                assert tensor is not None
+                found = known[address] = _encoded(tensor, template, meta)[0]
+            given[place] = found
+        self._call(triton.runtime.driver.active.get_current_stream(self._device), given)
+
+    def _run_with_hooks(self, tensors: Tensors, addresses: list[int]) -> None:
+        """Through Triton's own launch, which profilers see."""
         arguments = self._arguments.copy()
         for place, slot in self._addresses:
             arguments[place] = addresses[slot]
@@ -93,10 +178,10 @@ def launch(
         # What else Triton compiles by.
         knobs.runtime.debug,
         knobs.compilation.instrumentation_mode,
-        *(
+        *[
             None if x is None else (x.get_device(), x.dtype, x.shape, x.stride(), address % 16 == 0)
             for x, address in zip(tensors[: len(tensors) - own], addresses, strict=False)
-        ),
+        ],
     )
     known = _launches.get(key)
     if known is not None and not kernel.pre_run_hooks:
