@@ -121,9 +121,11 @@ def losses() -> str:
     own = [run["run"] for run in rows_of("attribution") if run["cell"] in cells]
     pairs += [(run, f"compensated-{run[-2:]}") for run in own]
     pairs.append(("compensated-s1, BF16 stream", "compensated-s1"))
-    for run in (x for x in rows_of("int8") if x["state"] == "finished" and x["run"] != "bf16-s1"):
-        other = "bf16-s1, of int8" if run["cell"] == "bf16" else f"bf16-s{run['seed']}, of int8"
-        other = "compensated-s1" if run["cell"] == "no_qk_norm" else other
+    controls = {"bf16": "bf16-s1", "no_qk_norm": "bf16_no_qk_norm-s1"}
+    for run in rows_of("int8"):
+        other = controls.get(run["cell"], f"bf16-s{run['seed']}") + ", of int8"
+        if run["run"] in controls.values():
+            continue
         pairs.append((f"{run['run']}, of int8", other))
     rows = []
     for one, other in pairs:
