@@ -91,17 +91,27 @@ def test_sanitizer_that_cannot_run_says_so(tmp_path: Path, monkeypatch: pytest.M
     assert not json.loads((tmp_path / "sanitizer.json").read_text())["available"]
 
 
+ONE_MORE = """
+
+def _one_more(problem, q, *a, **k):
+    result = dispatch.select(problem, q.device).forward(*a, **k)
+    result.out.add_(1.0)
+    return result
+"""
+
+
 @pytest.mark.slow
 def test_trees_take_turns_in_one_process(tmp_path: Path) -> None:
     """Other tiles, and a changed copy; a broken version is a line, not an end."""
-    for name, right, wrong in (
-        ("biased", "return result.out, result.lse", "return result.out + 1.0, result.lse"),
-        ("broken", "return result.out, result.lse", "return as_planted, result.lse"),
+    right = "return dispatch.select(problem, q.device).forward(\n        "
+    for name, wrong in (
+        ("biased", "return _one_more(problem, q, "),
+        ("broken", "return as_planted("),
     ):
         copy_package(tmp_path / name / "kernels", None)
         file = tmp_path / name / "kernels" / "stable_attention" / "ops.py"
         assert right in file.read_text()
-        file.write_text(file.read_text().replace(right, wrong, 1))
+        file.write_text(file.read_text().replace(right, wrong, 1) + ONE_MORE)
     versions = [f"tiles={ROOT}@forward/16=32,32,4,1,32,8,0,0,1@dq/16=32,32,4,1"]
     versions += [f"{name}={tmp_path / name}" for name in ("biased", "broken")]
     options = ["--device=cpu", "--out", str(tmp_path)]
