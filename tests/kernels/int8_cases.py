@@ -21,7 +21,8 @@ CASES: dict[str, dict[str, Any]] = {
                             "smooth_k": False, "shift": -1.0},
     "smoothed Q": {"smooth_q": True, "smooth_k": False, "hq": 1, "layout": "sbhd"},
     "packed": {"cu": ((0, 5, 5, 80), (0, 9, 20, 90)), "causal": True, "hk": 1},
-    "rows without keys": {"sq": 100, "sk": 40, "causal": True, "hq": 1, "dtype": "float16"},
+    "rows without keys": {"sq": 100, "sk": 40, "causal": True, "hq": 1, "d": 128,
+                          "dtype": "float16"},
 }  # fmt: skip
 NAMES = ("O", "dQ", "dK", "dV")
 

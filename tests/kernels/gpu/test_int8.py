@@ -16,6 +16,14 @@ def test_kernels_do_what_the_oracle_does(name: str) -> None:
     assert not problems(name)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("paper", [False, True])
+def test_sequences_longer_than_a_pipeline(d: int, paper: bool, monkeypatch) -> None:
+    long = {"sq": 1000, "sk": 1000, "hq": 4, "hk": 2, "d": d, "causal": True, "paper": paper}
+    monkeypatch.setitem(CASES, "long", long)
+    assert not problems("long")
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_nan_reaches_every_query_of_its_block(place: int) -> None:
     inputs = [torch.randn(1, 200, 2, 64, device="cuda").bfloat16() for _ in range(3)]
