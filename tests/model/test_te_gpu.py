@@ -12,6 +12,7 @@ from regimes import make_regime
 
 from megatron_patch.core_patches.rope import own_rope
 from megatron_patch.core_patches.weight_gradient import weight_gradient
+from megatron_patch.schema.model import MoEConfig
 from megatron_patch.stability import probe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.te]
@@ -146,7 +147,7 @@ def test_experts_of_both_kinds_read_each_others_checkpoints(tmp_path):
         found = chunk.sharded_state_dict()
         return {k: v for k, v in found.items() if not isinstance(v, ShardedObject)}
 
-    moe = {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 256}}
+    moe = {"moe": MoEConfig(num_experts=4, ffn_hidden_size=256)}
     for number, (kind, other) in enumerate(((moe, TE | moe), (TE | moe, moe))):
         saved, loaded = built(kind, grouped_experts=True), built(other, grouped_experts=True)
         with torch.no_grad():
