@@ -35,7 +35,7 @@ install-slurm:  ## Slurm and munge for test-slurm, with apt-get (root or sudo); 
 test-slurm: $(STAMP)  ## the launcher on a real Slurm on this machine (root; after install-slurm)
 	REQUIRE_SLURM=1 $(BIN)/python -m pytest -m slurm tests/slurm -q
 
-test-image:  ## the Dockerfile on a substitute base (root, buildah, debootstrap, 25 GB; 15 minutes)
+test-image:  ## the Dockerfile on a substitute base (root, buildah, debootstrap, 25 GB; 31 minutes on two cores)
 	bash scripts/test_image.sh tests/launch/image.json
 
 test-gpu: $(STAMP)  ## GPU tests only

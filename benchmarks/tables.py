@@ -332,12 +332,15 @@ def context_speed(parts: Parts) -> Table:
 
 
 def training_speed(parts: Parts) -> Table:
-    """Tokens/s, a row a system and a column a shape or number of GPUs."""
-    rows = []
-    shapes = [[run for run in result["runs"] if "error" not in run] for result in parts.values()]
-    for system in dict.fromkeys(run["system"] for runs in shapes for run in runs):
-        cells = ([r["tokens_per_s"] for r in runs if r["system"] == system] for runs in shapes)
-        rows.append([system, *(span(values, "{:,.0f}") for values in cells)])
+    """Tokens/s, a row a system and number of GPUs, a column a shape."""
+    found: dict[str, list[list[float]]] = {}
+    for number, result in enumerate(parts.values()):
+        for run in (run for run in result["runs"] if "error" not in run):
+            more = f", {run['gpus']} GPUs" if run["gpus"] > 1 else ""
+            cells = found.setdefault(run["system"] + more, [[] for _ in parts])
+            cells[number].append(run["tokens_per_s"])
+    names = sorted(found, key=lambda name: name.endswith("GPUs"))
+    rows = [[name, *(span(cell, "{:,.0f}") for cell in found[name])] for name in names]
     return ["tokens/s", *(name.split(", ")[1] for name in parts)], rows, []
 
 

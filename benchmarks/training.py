@@ -342,7 +342,9 @@ def speed(args: argparse.Namespace) -> int:
     for turn, (index, (name, run)) in itertools.product(
         range(args.rounds), enumerate(systems.items())
     ):
-        rows.append({"system": name, "round": turn} | run(args, args.gpus, f"{index}"))
+        rows.append(
+            {"system": name, "round": turn, "gpus": args.gpus} | run(args, args.gpus, f"{index}")
+        )
         print(rows[-1], flush=True)
         part = f"rounds, {args.label}"
         machine.write_result("training", figures | {"runs": rows}, args.out, part=part)

@@ -12,6 +12,7 @@ from regimes import make_regime
 
 from megatron_patch.core_patches.rope import own_rope
 from megatron_patch.core_patches.weight_gradient import weight_gradient
+from megatron_patch.schema.model import MoEConfig
 from megatron_patch.stability import probe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.te]
@@ -135,3 +136,29 @@ def test_their_adamw_is_pytorchs(name):
             optimizer.step()
         found.append(weight.detach())
     torch.testing.assert_close(*found, rtol=0, atol=4e-6)
+
+
+def test_experts_of_both_kinds_read_each_others_checkpoints(tmp_path):
+    """Ours of local layers and Transformer Engine's grouped linears: losses after the exchange."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    def state(chunk):
+        found = chunk.sharded_state_dict()
+        return {k: v for k, v in found.items() if not isinstance(v, ShardedObject)}
+
+    moe = {"moe": MoEConfig(num_experts=4, ffn_hidden_size=256)}
+    for number, (kind, other) in enumerate(((moe, TE | moe), (TE | moe, moe))):
+        saved, loaded = built(kind, grouped_experts=True), built(other, grouped_experts=True)
+        with torch.no_grad():
+            for p in saved.parameters():
+                p.add_(0.05 * torch.randn_like(p))
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        dist_checkpointing.save(state(saved), str(folder))
+        found = dist_checkpointing.load(state(loaded), str(folder))
+        missing, unexpected = loaded.load_state_dict(found, strict=False)
+        assert not unexpected and all("_extra_state" in name for name in missing)
+        before, after = result(saved)[0], result(loaded)[0]
+        assert abs(before - after) < 2e-2, (kind, before, after)
+        assert abs(before - result(built(other, grouped_experts=True))[0]) > 5e-2
