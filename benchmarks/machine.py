@@ -38,8 +38,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "assets"
 # What runs on the device, and what chooses and launches it.
 ON_THE_DEVICE = (
-    "triton/", "numerics.py", "philox.py", "stabilizers.py", "configs.py", "configs.json",
-    "dispatch.py",
+    "triton/", "hopper/", "int8/", "numerics.py", "philox.py", "rotary.py", "stabilizers.py",
+    "configs.py", "configs.json", "dispatch.py",
 )  # fmt: skip
 VERSIONS = (
     "python", "torch", "triton", "megatron-core", "transformer-engine", "apex", "numpy", "cuda",
