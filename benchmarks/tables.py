@@ -65,7 +65,7 @@ SMALL_MS = 1.5
 """Kinds of kernels below this are one row of a step's profile."""
 KINDS = {"PP": "pipeline", "EP": "experts", "CP": "context", "TP": "tensor", "DP": "data"}
 """Axis -> column of the planned memory; a layout of several axes counts in the first."""
-CHANGED = "**The {} changed since**: these are the figures of the commit named."
+CHANGED = "**The {} changed since.**"
 
 
 def _changed(result: dict[str, Any]) -> str:
