@@ -23,12 +23,15 @@ from stable_attention.hopper.descriptors import (
     entries,
     narrow,
     room,
+    shared_counter,
     steps,
     tiled,
 )
 from stable_attention.hopper.forward import forward_kernel
 from stable_attention.hopper.rows import places_kernel, rows_kernel, sum_kernel
+from stable_attention.hopper.shapes import FORWARD, TILES, WIDE, width
 from stable_attention.hopper.tiles import FIELDS, TILE
+from stable_attention.hopper.wide import wide_kernel
 from stable_attention.layouts import strides
 from stable_attention.problem import UNLIMITED, Extras, Problem
 from stable_attention.triton import backward as portable_backward
@@ -37,16 +40,15 @@ from stable_attention.triton.launches import KEPT, Arguments, launch
 from stable_attention.triton.options import LOG2E
 from stable_attention.triton.results import ForwardResult, allocate, new_gradients
 
-BN = 128
-"""Keys of a tile: 64 for each of the two consumers."""
-QUERIES = {64: 128, 128: 64}
-"""Head dim -> queries of a tile: what shared memory and registers hold."""
 L2_BYTES = {True: 12 * 2**20, False: 24 * 2**20}
 """Causal or not -> bytes of Q, K, V and dO that a group of heads may have in the backward pass.
 Without a mask all key tiles of a head start at its first query tile, one after the other: more
 heads, less waiting."""
 L2_FORWARD = {True: 32 * 2**20, False: 8 * 2**20}
 """The same of the K and V that a group of query heads reads in the forward pass."""
+WIDE_HEADS = 8
+"""Head dims above 128: heads of a group at least. With fewer, more key tiles of a head run at once,
+each of which waits for the one before."""
 FAR = 2**30
 """Keys to the side that no window has."""
 PROCESSORS = 132
@@ -68,9 +70,12 @@ def _banded(problem: Problem) -> bool:
     return problem.varlen or left != UNLIMITED or not aligned
 
 
-def _mask(problem: Problem) -> tuple[tuple[int, int], dict[str, object]]:
-    """(left, right) of a band, and what kernels are told of the mask."""
-    band = _banded(problem)
+def _mask(problem: Problem, *, square: bool = True) -> tuple[tuple[int, int], dict[str, object]]:
+    """(left, right) of a band, and what kernels are told of the mask.
+
+    A causal mask is one where tiles are not ``square``.
+    """
+    band = _banded(problem) or (problem.window_right == 0 and not square)
     bounds = (problem.window_left, problem.window_right)
     left, right = (FAR if x == UNLIMITED else min(x, FAR) for x in bounds)
     causal = problem.window_right == 0 and not band
@@ -94,7 +99,7 @@ class _Plan:
 
     @classmethod
     def of(cls, problem: Problem) -> _Plan:
-        bm, most = QUERIES[problem.d], max(problem.tq, problem.tk)
+        (bm, bn), most = TILES[width(problem.d)], max(problem.tq, problem.tk)
 
         def tiles(length: int, rows: int) -> int:
             if problem.varlen:
@@ -105,7 +110,7 @@ class _Plan:
             problem, _banded(problem), entries(problem), splits(problem),
             query_tiles=tiles(problem.sq, TILE.value),
             backward_tiles=tiles(problem.sq, bm),
-            key_tiles=tiles(problem.sk, min(bm, BN) if problem.varlen else BN),
+            key_tiles=tiles(problem.sk, min(bm, bn) if problem.varlen else bn),
         )  # fmt: skip
 
 
@@ -120,13 +125,16 @@ def splits(problem: Problem) -> int:
     of each part go through memory. Reckoned in query tiles of one processor, and for a batch of
     one: the bits of a sequence do not depend on what else there is.
     """
+    if problem.d > 128:
+        return 1
+    bm, bn = TILES[width(problem.d)]
     left = problem.window_left
     uneven = problem.window_right != UNLIMITED and left == UNLIMITED
     queries = problem.sq
     if left != UNLIMITED:
-        queries = min(queries, left + max(problem.window_right, 0) + BN)
-    query_tiles = triton.cdiv(queries, QUERIES[problem.d])
-    items = problem.kv_heads * triton.cdiv(problem.sk, BN)
+        queries = min(queries, left + max(problem.window_right, 0) + bn)
+    query_tiles = triton.cdiv(queries, bm)
+    items = problem.kv_heads * triton.cdiv(problem.sk, bn)
 
     def cost(parts: int) -> float:
         longest = problem.group // parts * query_tiles
@@ -139,8 +147,10 @@ def splits(problem: Problem) -> int:
 
 def head_block(problem: Problem, parts: int = 1) -> int:
     """Parts of key/value heads of a group in the backward pass, counted over the batch."""
-    one = 4 * problem.d * (problem.sk + problem.group // parts * problem.sq)
+    one = 2 * (problem.d + problem.dv) * (problem.sk + problem.group // parts * problem.sq)
     most = L2_BYTES[problem.window_right != UNLIMITED] // max(1, one)
+    if problem.d > 128:
+        most = max(most, WIDE_HEADS)
     return _divisor(entries(problem) * problem.kv_heads * parts, most)
 
 
@@ -197,7 +207,7 @@ def _places(
     # In a tensor of its own: its address must be a multiple of 16.
     if not plan.problem.varlen:
         # `rows_kernel` sets that of the backward pass.
-        return new(4) if backward else _counter(device), None
+        return new(4) if backward else shared_counter(device), None
     counter = new(4)
     most = plan.backward_tiles if backward else plan.query_tiles
     places = new((1 + backward, most, FIELDS.value))
@@ -212,32 +222,14 @@ def _places(
     return counter, places
 
 
-def _counter(device: torch.device) -> torch.Tensor:
-    """A counter of items, 0; the forward kernel leaves it as it was.
-
-    Launches of one stream follow each other and share one. A captured graph runs on any stream and
-    has its own.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(4, dtype=torch.int32, device=device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = torch.zeros(4, dtype=torch.int32, device=device)
-    return found
-
-
-_counters: dict[tuple[int | None, int], torch.Tensor] = {}
-"""By device and stream."""
-
-
 def _places_arguments(problem: Problem, backward: bool, *tensors: torch.Tensor) -> Arguments:
     places = tensors[4]
     positional = (
         *tensors, problem.batch, problem.sq, problem.sk, problem.tq, problem.tk, places.shape[1],
     )  # fmt: skip
-    rows = QUERIES[problem.d] if backward else TILE.value
-    return (problem.batch, places.shape[0]), positional, {"BM": rows, "BN": BN, "num_warps": 4}
+    bm, bn = TILES[width(problem.d)]
+    rows = bm if backward else TILE.value
+    return (problem.batch, places.shape[0]), positional, {"BM": rows, "BN": bn, "num_warps": 4}
 
 
 def backward(
@@ -307,10 +299,10 @@ def _launch(
     extras: Extras,
 ) -> None:
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
-    bm = QUERIES[problem.d]
+    bm, bn = TILES[width(problem.d)]
     tiles = plan.entries * problem.heads * plan.backward_tiles
     new = functools.partial(torch.empty, device=q.device)
-    sums = new((tiles * bm, problem.d), dtype=torch.float32)
+    sums = new((tiles * bm, width(problem.d)), dtype=torch.float32)
     shift, padded = new((2, tiles, bm), dtype=torch.float32).unbind()
     turns = new(tiles, dtype=torch.int32)
     counter, places = _places(plan, extras, q.device, backward=True)
@@ -324,14 +316,16 @@ def _launch(
     )
     partial = None
     if parts > 1:
-        rows = plan.entries * problem.kv_heads * parts * key_tiles * BN
-        partial = new((2, rows, problem.d), dtype=torch.float32)
+        rows = plan.entries * problem.kv_heads * parts * key_tiles * bn
+        partial = new((2, rows, width(problem.d)), dtype=torch.float32)
+    wide = problem.d > 128
+    small = (turns, counter, of_keys) if wide else (turns, counter, of_keys, partial)
     launch(
-        backward_kernel,
+        wide_kernel if wide else backward_kernel,
         (plan,),
-        (q, k, v, dout, dk, dv, shift, padded, sums, turns, counter, of_keys, partial),
+        (q, k, v, dout, dk, dv, shift, padded, sums, *small),
         functools.partial(_backward_arguments, plan),
-        own=7,
+        own=3 + len(small),
     )
     touched = turns if plan.band else None
     todo = [(dq, sums, touched, of_queries, False, problem.scale)]
@@ -356,7 +350,7 @@ def _rows_arguments(plan: _Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> A
     steps = (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
     positional = (lse, *tensors, *steps, problem.sq, problem.heads, tiles)
     named: dict[str, object] = {
-        "BM": QUERIES[problem.d], "PACKED": problem.varlen, "num_warps": 2,
+        "BM": TILES[width(problem.d)][0], "PACKED": problem.varlen, "num_warps": 2,
     }  # fmt: skip
     return (plan.entries * problem.heads * tiles,), positional, named
 
@@ -366,15 +360,16 @@ def _sum_arguments(
 ) -> Arguments:
     problem = plan.problem
     heads, length, tiles, rows = (
-        (problem.kv_heads, problem.sk, plan.key_tiles, BN)
+        (problem.kv_heads, problem.sk, plan.key_tiles, TILES[width(problem.d)][1])
         if keys
-        else (problem.heads, problem.sq, plan.backward_tiles, QUERIES[problem.d])
+        else (problem.heads, problem.sq, plan.backward_tiles, TILES[width(problem.d)][0])
     )
     positional = (
         total, out, *others, *strides(out, problem.layout), length, heads, tiles, scale,
     )  # fmt: skip
     named: dict[str, object] = {
-        "ROWS": rows, "D": problem.d, "PARTS": plan.parts if keys else 1,
+        "ROWS": rows, "D": total.shape[1], "C": triton.next_power_of_2(total.shape[1]),
+        "WIDTH": problem.d, "PARTS": plan.parts if keys else 1,
         "TURNS": others[0] is not None, "PACKED": problem.varlen, "LATER": int(keys),
         "num_warps": rows // 16,
     }  # fmt: skip
@@ -396,30 +391,36 @@ def _forward_arguments(
     places: torch.Tensor | None,
 ) -> Arguments:
     problem, query_tiles = plan.problem, plan.query_tiles
-    d, layout, bn = problem.d, problem.layout, TILE.value
-    bounds, mask = _mask(problem)
+    d, dv, layout = width(problem.d), width(problem.dv), problem.layout
+    tile = FORWARD[d, dv]
+    bn, columns, out_columns = tile.bn, tile.columns, tile.out
+    bounds, mask = _mask(problem, square=bn == TILE.value)
     limited = problem.window_right != UNLIMITED
     heads = plan.entries * problem.heads
     positional = (
-        tiled(q, layout, 64), tiled(k, layout, bn), tiled(v, layout, bn),
-        tiled(out, layout, 64), None if low is None else tiled(low, layout, 64),
+        tiled(q, layout, 64, columns), tiled(k, layout, bn, columns), tiled(v, layout, bn, dv),
+        tiled(out, layout, 64, out_columns),
+        None if low is None else tiled(low, layout, 64, out_columns),
         lse, row, max_logits, sinks, counter, places,
         *(s for x in (q, k, v, out) for s in steps(x, layout)),
         problem.sq, problem.sk, problem.tq if problem.varlen else problem.sq, *bounds,
         query_tiles, triton.cdiv(problem.sk, bn),
-        _divisor(heads, L2_FORWARD[limited] // max(1, 4 * d * problem.sk)), heads, problem.heads,
+        _divisor(heads, L2_FORWARD[limited] // max(1, 2 * (d + dv) * problem.sk)), heads,
+        problem.heads,
         (problem.softcap or problem.scale) * LOG2E,
         2 * LOG2E * problem.scale / problem.softcap if problem.softcap else 0.0,
     )  # fmt: skip
     named: dict[str, object] = {
-        "D": d, "GROUP": problem.group, "CAPPED": problem.softcap > 0, **mask,
+        "D": d, "DV": dv, "BN": bn, "GROUP": problem.group, "CAPPED": problem.softcap > 0,
+        **mask,
         "EVEN": mask["BAND"] or problem.sk % bn == 0,
-        "SLOTS": 2 if d == 128 else 3,
-        "SEGMENT": SEGMENT // bn if row is not None and problem.sk > SEGMENT else 0,
+        "SLOTS": tile.slots, "Q_SLOTS": tile.q_slots,
+        "SEGMENT": (
+            SEGMENT // bn if row is not None and problem.sk > SEGMENT and tile.segments else 0
+        ),
         "ROUNDED": row is not None, "SUM": lse is not None, "HAS_LOW": low is not None,
         "HAS_MAX": max_logits is not None, "HAS_SINK": sinks is not None,
-        # At d = 128 there is no room for them.
-        "Q_IN_REGISTERS": d == 64,
+        "Q_IN_REGISTERS": tile.q_in_registers,
         # A consumer gets 240 of them: what the kernel starts with leaves these to it.
         "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
@@ -440,32 +441,48 @@ def _backward_arguments(
     *small: torch.Tensor | None,
 ) -> Arguments:
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
-    d, bm, layout = problem.d, QUERIES[problem.d], problem.layout
+    d, layout = width(problem.d), problem.layout
+    bm, bn = TILES[d]
     heads = plan.entries * problem.kv_heads * parts
     bounds, mask = _mask(problem)
+    wide, all_of_v = d > 128, width(problem.dv)
+    columns = FORWARD[d, all_of_v].columns
+    # Of a piece of dQ.
+    piece = 32 if wide else d if bm == 128 else d // 2
+    gradients: tuple[object, ...] = (dk, dv)
+    if not wide:
+        gradients = (tiled(dk, layout, 64, d), tiled(dv, layout, 64, d))
 
     def of_rows(x: torch.Tensor) -> TensorDescriptor:
         return TensorDescriptor(x, list(x.shape), [bm, 1], [1, bm], ROW)
 
     positional = (
-        tiled(q, layout, bm), tiled(k, layout, BN), tiled(v, layout, BN),
-        tiled(dout, layout, bm), of_rows(shift), of_rows(delta),
-        tiled(dk, layout, 64), tiled(dv, layout, 64),
-        described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
+        tiled(q, layout, bm, columns), tiled(k, layout, bn, columns),
+        tiled(v, layout, bn, all_of_v), tiled(dout, layout, bm, all_of_v),
+        of_rows(shift), of_rows(delta), *gradients,
+        described(sums, list(sums.shape), [d, 1], [64, piece]),
         *small,
-        *(s for x in (q, k, v, dout, dk, dv) for s in steps(x, layout)),
+        *(s for x in (q, k, v, dout) for s in steps(x, layout)),
+        *(s for x in (dk, dv) for s in (strides(x, layout) if wide else steps(x, layout))),
         problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
         head_block(problem, parts), problem.kv_heads * parts,
         problem.scale * LOG2E, problem.scale,
     )  # fmt: skip
-    named: dict[str, object] = {
-        "BM": bm, "BN": BN, "D": d,
-        **mask, "EVEN": mask["BAND"] or problem.sk % BN == 0,
-        "GROUP": problem.group // parts, "SPLITS": parts,
-        # At d = 64 the scores of the next tile have no registers left.
-        "AHEAD": d == 128,
+    shared: dict[str, object] = {
+        "D": d, "PACKED": problem.varlen, "GROUP": problem.group // parts,
         # Of a consumer; what the kernel starts with leaves these to it.
         "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
+    }  # fmt: skip
+    if wide:
+        whole = not mask["BAND"] and not mask["CAUSAL"] and problem.sk % bn == 0
+        named = shared | {"DV": all_of_v, "BAND": not whole, **WIDE[d]}
+        return (min(heads * key_tiles, _processors(q.device)),), positional, named
+    named = shared | {
+        "BM": bm, "BN": bn,
+        **mask, "EVEN": mask["BAND"] or problem.sk % bn == 0,
+        "SPLITS": parts,
+        # At d = 64 the scores of the next tile have no registers left.
+        "AHEAD": d == 128,
     }  # fmt: skip
     return (min(heads * key_tiles, _processors(q.device)),), positional, named
 
