@@ -247,7 +247,10 @@ def forward_consumer(
             near_l: gl.constexpr = near.type.layout
             total = gl.zeros([64, 64], gl.float32, near_l)
         in_segment = 0  # blocks that acc has
-        for begin in range(0, blocks - 1, SEGMENT if SEGMENT else 2**30):
+        # Without segments one loop alone: inside another ptxas copies P before every product.
+        for begin in (range if SEGMENT else gl.static_range)(
+            0, blocks - 1 if SEGMENT else 1, SEGMENT if SEGMENT else 1
+        ):
             in_segment = blocks - 1 - begin
             if SEGMENT:
                 in_segment = gl.minimum(in_segment, SEGMENT)
