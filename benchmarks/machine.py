@@ -64,13 +64,17 @@ def context_digest() -> str:
 def functions_digest(root: Path = ROOT) -> str:
     """Digest of what is compiled for the device: jitted functions, their constants, tile tables.
 
-    Not of the Python that launches them, which may change and leave all of them alone.
+    Not of the functions that launch them, which may change and leave all of them alone. Tile tables
+    are configs.json and the plain constants of a ``launch.py``.
     """
     folder = root / "kernels" / "stable_attention"
     found = [(folder / "configs.json").read_text()]
     for path in folder.rglob("*.py"):
         if path.relative_to(folder).as_posix().startswith(ON_THE_DEVICE):
-            found += filter(None, map(_compiled, ast.parse(path.read_text()).body))
+            body = ast.parse(path.read_text()).body
+            found += filter(None, map(_compiled, body))
+            if path.name == "launch.py":
+                found += (ast.unparse(x) for x in body if isinstance(x, ast.Assign))
     return hashlib.sha256("\x00".join(sorted(found)).encode()).hexdigest()[:16]
 
 

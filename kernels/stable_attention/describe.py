@@ -24,6 +24,7 @@ from stable_attention.layouts import (
     reached,
     strides,
 )
+from stable_attention.pieces import PLAIN
 from stable_attention.problem import (
     KEPT,
     LARGEST,
@@ -52,7 +53,6 @@ MAX_DISTANCE = 2**29
 _GLOBAL = "It is global."
 
 Position = int | torch.Tensor
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _checked: dict[tuple[object, ...], Problem] = {}
 """Calls of q, k and v alone that passed every check, by all that the checks look at."""
 
@@ -80,22 +80,13 @@ def describe(
     Raises:
         AttentionArgumentError: names value, allowed set and remedy.
     """
-    plain = (
+    alone = (
         sinks is cu_seqlens_q is cu_seqlens_k is cu_seqlens_q_padded is cu_seqlens_k_padded is None
         and max_seqlen_q is max_seqlen_k is dropout_seed is positions is None
-        and options.dropout_p == 0
-        and not torch.compiler.is_compiling()
-        and type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
-    )  # fmt: skip
-    signature: tuple[object, ...] = ()
-    if plain:
-        signature = (
-            options, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        )  # fmt: skip
-        known = _checked.get(signature)
-        if known is not None:
-            return known, Extras()
+    )
+    signature = _signature(q, k, v, options) if alone else None
+    if signature is not None and (known := _checked.get(signature)) is not None:
+        return known, Extras()
     layout = options.layout
     _check_tensors(q, k, v, layout)
     sequences = _sequences(cu_seqlens_q, cu_seqlens_k, q, k, layout)
@@ -117,13 +108,27 @@ def describe(
     pos_q = pos_k = None
     if positions is not None and places == (None, None):
         pos_q, pos_k = _position_tensors(positions, problem.batch, q.device)
-    if plain:
+    if signature is not None:
         if len(_checked) >= KEPT:
             _checked.clear()
         _checked[signature] = problem
     return problem, Extras(
         sinks, cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded, seed,
         pos_q, pos_k,
+    )  # fmt: skip
+
+
+def _signature(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+) -> tuple[object, ...] | None:
+    """All that the checks of a call of q, k and v alone look at; None: such a call is not kept."""
+    if options.dropout_p > 0 or torch.compiler.is_compiling():
+        return None
+    if any(type(x) not in PLAIN for x in (q, k, v)):
+        return None
+    return (
+        options, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
     )  # fmt: skip
 
 

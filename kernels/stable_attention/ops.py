@@ -28,7 +28,7 @@ from torch.autograd import forward_ad
 
 from stable_attention import dispatch, flops, vendors
 from stable_attention.layouts import readable
-from stable_attention.pieces import joined
+from stable_attention.pieces import PLAIN, joined
 from stable_attention.problem import Extras, Problem, options_of
 from stable_attention.triton.forward import allocate, forward_kernel
 from stable_attention.triton.preprocess import sink_gradient
@@ -65,7 +65,7 @@ def _forward(
     """
     problem = Problem.decode(spec, q, k, v, sq=sq, sk=sk, sinks=sinks, cu_q=cu_q)
     extras = Extras(sinks, cu_q, cu_k, start_q, start_k, seed)
-    result = _launch(q, k, v, problem, extras, with_max_logits, with_lse)
+    result = _launch(q, k, v, problem, extras, with_max_logits=with_max_logits, with_lse=with_lse)
     return result.out, result.lse, result.low, result.max_logits, result.row_lse
 
 
@@ -75,6 +75,7 @@ def _launch(
     v: torch.Tensor,
     problem: Problem,
     extras: Extras,
+    *,
     with_max_logits: bool = False,
     with_lse: bool = False,
 ) -> ForwardResult:
@@ -178,7 +179,6 @@ backward_op = _define("backward", _backward, _backward_fake)
 flops.register(forward_op, backward_op)
 _forward_here, _backward_here = dispatch.on_device(_forward), dispatch.on_device(_backward)
 _launch_here = dispatch.on_device(_launch)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _unseen(tensors: tuple[torch.Tensor | None, ...]) -> bool:
@@ -198,7 +198,7 @@ def _unseen(tensors: tuple[torch.Tensor | None, ...]) -> bool:
         return False
     for x in tensors:  # a plain loop: every call comes past twice
         # What is batched (also by autograd itself, for several dO at once) has no storage.
-        if x is not None and (type(x) not in _PLAIN or not torch._C._has_storage(x)):
+        if x is not None and (type(x) not in PLAIN or not torch._C._has_storage(x)):
             return False
     return True
 

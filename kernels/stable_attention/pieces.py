@@ -9,6 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that behave as PyTorch's own."""
+
 
 def joined(parts: Sequence[torch.Tensor], dim: int = -1) -> torch.Tensor | None:
     """The contiguous tensor whose consecutive pieces along ``dim`` are ``parts``, without a copy.

@@ -44,6 +44,10 @@ def test_digest_of_compiled_functions(tmp_path: Path) -> None:
 
     found = digest(plain + host)
     assert digest(plain.replace("k(x):", 'k(x):\n    """Doc."""') + "LIMIT = 4\n") == found
+    (folder / "int8").mkdir()
+    (folder / "int8" / "launch.py").write_text("TILES = {64: 2}\n" + host)
+    assert digest(plain) != found
+    (folder / "int8" / "launch.py").unlink()
     for old, new in (("x + 1", "x + 2"), ("(3)", "(4)"), ("=N", "=M")):
         assert digest(plain.replace(old, new) + host) != found
     assert digest(plain) == found

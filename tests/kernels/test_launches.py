@@ -315,3 +315,5 @@ def test_the_c_function_is_given_what_triton_gives_it(monkeypatch: pytest.Monkey
         other = torch.zeros(3, 16)
         kept((other, y), [other.data_ptr(), y.data_ptr()])
         assert ("map", other.data_ptr()) in compiled.given[-1]
+    monkeypatch.setattr(launches, "KNOWN", False)  # another Triton: through its own launch
+    assert launches._Launch(Kernel(), compiled, arguments(x, y), (x, y))._call is None

@@ -39,8 +39,9 @@ KEPT = 1024
 """Launches remembered: four a kind of layer, four a pair of chunks under context parallelism."""
 
 _launches: dict[tuple[object, ...], _Launch | None] = {}
-
-
+KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
+"""Whether `_below` was written for this Triton: another's C function may take other arguments under
+the same names."""
 DESCRIBED = 64
 """Addresses of a described tensor whose descriptors are kept: allocators hand out the same few."""
 
@@ -49,7 +50,7 @@ def _below(compiled: Any, grid: tuple[int, int, int]) -> tuple[Callable[..., Non
     """What Triton 3.6 and 3.7 launch a kernel with under their Python: (a function of the stream
     and the arguments, of which descriptors are encoded; what `_encoded` needs of each descriptor).
 
-    AttributeError, KeyError or TypeError where this Triton is another one.
+    AttributeError, KeyError or TypeError where this kernel's launch is of another form.
     """
     run, metas = compiled.run, []
     call = run.launch
@@ -93,7 +94,8 @@ class _Launch:
         self._call: Callable[..., None] | None = None
         metas: list[Any] = []
         with contextlib.suppress(AttributeError, KeyError, TypeError):
-            self._call, metas = _below(compiled, whole_grid)
+            if KNOWN:
+                self._call, metas = _below(compiled, whole_grid)
         # The same for `_call`: descriptors take several places each.
         self._given: list[Any] = []
         self._given_addresses: list[tuple[int, int]] = []
