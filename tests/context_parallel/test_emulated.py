@@ -11,6 +11,8 @@ from emulate import SixteenBitMerges, emulate
 from emulated import found, run
 
 from megatron_patch.context_parallel.layout import chunks_of
+from stable_attention import dispatch
+from stable_attention.hopper import launch as hopper
 from stable_attention.reference import chunks
 
 MODES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -209,6 +211,43 @@ def test_a_bug_in_one_rank_ends_the_emulation():
 class _Broken:
     def chunk_forward(self, *args, **kwargs):
         raise RuntimeError("head dim")
+
+
+SERVED = [
+    ("p2p", {}, ("hopper", "hopper")),
+    ("all_gather", {}, ("hopper", "hopper")),
+    ("a2a", {}, ("hopper", "hopper")),
+    ("p2p", {"softcap": 5.0}, ("triton", "hopper")),
+    ("p2p", {"layout": "thd", "lengths": (9, 6), "tail": 0}, ("triton", "triton")),
+]
+
+
+@pytest.mark.parametrize(("mode", "options", "served"), SERVED)
+def test_which_kernels_get_the_chunks(mode, options, served, monkeypatch):
+    """By the table's rows, as on sm_90: whose functions the engine calls, all passing on."""
+    called = {"forward": set(), "backward": set()}
+    portable = dispatch.KERNEL_SETS[-1]
+    owner = {portable.forward: "triton", hopper.forward: "hopper"}
+    owner |= {portable.backward: "triton", hopper.backward: "hopper"}
+
+    def counted(row, name):
+        def run_portable(*arguments, **named):
+            called[name].add(owner[getattr(row, name)])
+            return getattr(portable, name)(*arguments, **named)
+
+        return run_portable
+
+    rows = [
+        dataclasses.replace(
+            row, archs=row.archs | {"interpreter"},
+            forward=counted(row, "forward"), backward=counted(row, "backward"),
+        )
+        for row in dispatch.KERNEL_SETS
+    ]  # fmt: skip
+    monkeypatch.setattr(dispatch, "KERNEL_SETS", tuple(rows))
+    shape = {"backend": "stable_flash", "dtype": "bf16", "s": 16, "b": 1, "h": 2, "kv": 2}
+    run(Case(size=2, mode=mode, **shape, d=64, dv=64, **options))
+    assert called == {"forward": {served[0]}, "backward": {served[1]}}
 
 
 def test_kernels_in_every_mode():

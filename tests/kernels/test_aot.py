@@ -159,21 +159,28 @@ from stable_attention.hopper import launch as hopper
 from stable_attention.problem import Extras, Problem
 
 rows = []
-cases = ((128, "thd", 1, 0.0), (64, "bshd", 8, 0.0), (128, "bshd", 8, 30.0))
-for d, layout, kv_heads, cap in cases:
+whole = dict(window_left=1023)
+chunks = dict(chunked=True, pos_q=2048, pos_k=1500)
+dropped = dict(dropout_p=0.1)
+cases = ((128, "thd", 1, whole), (64, "bshd", 8, whole), (128, "bshd", 8, dict(softcap=30.0)),
+         (64, "bshd", 8, chunks), (128, "bshd", 2, chunks),
+         (64, "bshd", 2, dropped), (128, "bshd", 8, dropped))
+for d, layout, kv_heads, options in cases:
     p = Problem(layout=layout, dtype=torch.bfloat16, batch=2, sq=2048, sk=2048, heads=8, d=d, dv=d,
-                kv_heads=kv_heads, tq=4096, tk=4096, scale=d**-0.5, window_left=1023,
-                window_right=0, softcap=cap)
+                kv_heads=kv_heads, tq=4096, tk=4096, scale=d**-0.5,
+                window_right=0, **options)
     packed = layout == "thd"
     tokens = (4096,) if packed else (2, 2048)
     q, k = (torch.empty(*tokens, h, d, dtype=p.dtype, device="meta") for h in (8, kv_heads))
     cu = torch.empty(3, dtype=torch.int32, device="meta") if packed else None
     lse = torch.empty(*((8, 4096) if packed else (2, 8, 2048)), device="meta")
-    extras = Extras(cu_q=cu, cu_k=cu)
+    extras = Extras(cu_q=cu, cu_k=cu, seed=torch.empty((), dtype=torch.int64, device="meta"))
+    partial = torch.float32 if p.chunked else None
+    sums = [torch.empty(x.shape, device="meta") for x in (q, k, k)] if p.chunked else None
     with aot.capture("sm90") as launches:
-        hopper.forward(p, q, k, k, extras=extras, with_lse=False)
-        if not cap:
-            hopper.backward(p, q, q, k, k, lse=lse, delta=lse, extras=extras)
+        if not p.dropout_p:
+            hopper.forward(p, q, k, k, extras=extras, out_dtype=partial, with_lse=False)
+        hopper.backward(p, q, q, k, k, lse=lse, delta=lse, extras=extras, accumulators=sums)
     for x in (aot.compile_launch(launch, "sm90") for launch in launches):
         rows.append(dict(kernel=x.name, spills=x.spill_bytes, shared=x.shared, warnings=x.warnings))
 print(json.dumps(rows))

@@ -11,6 +11,7 @@ import torch
 from stable_attention import AttentionArgumentError, configs, dispatch
 from stable_attention.configs import Tile
 from stable_attention.describe import describe
+from stable_attention.hopper import launch as hopper
 from stable_attention.problem import Options
 
 
@@ -104,8 +105,10 @@ def test_architectures_nobody_compiled_for_are_refused(
         ({"residual": "int8"}, "hopper_backward"),
         ({"residual": "int8", "stabilizer": "none"}, "hopper"),
         ({"window": (4, 0)}, "hopper"),
-        ({"softcap": 30.0}, "triton"),
-        ({"dropout_p": 0.1}, "triton"),
+        ({"softcap": 30.0}, "hopper_backward"),
+        ({"dropout_p": 0.1, "causal": True}, "hopper_backward"),
+        ({"dropout_p": 0.1, "window": (4, 0)}, "triton"),
+        ({"dropout_p": 0.1, "causal": True, "keys": 24}, "triton"),
         ({"stabilizer": "paper_bf16", "allow_broken": True}, "triton"),
         ({"causal": True, "keys": 24}, "hopper"),
         ({"d": 96}, "triton"),
@@ -127,7 +130,26 @@ def test_hopper_serves_what_its_row_says(
     asked, _ = describe(q, k, k, Options.of(**named), sinks=sinks, dropout_seed=seed)
     device = torch.device("cuda", 0)
     assert dispatch.select(asked, device).name == name
-    assert dispatch.select(replace(asked, chunked=True), device).name == "triton"
+    chunks = "triton" if asked.dropout_p else name
+    assert dispatch.select(replace(asked, chunked=True), device).name == chunks
+    packed = replace(asked, chunked=True, layout="thd")
+    assert dispatch.select(packed, device).name == "triton"
+
+
+def test_chunks_whose_positions_the_device_has_take_the_portable_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The band of sm_90 is the host's: such chunks would all lie at position 0."""
+    q = torch.empty(2, 128, 2, 64, dtype=torch.bfloat16, device="meta")
+    at = torch.zeros(2, dtype=torch.int32, device="meta")
+    asked, extras = describe(q, q, q, Options(), positions=(at, 0))
+    for place in ("portable_forward.forward", "portable_backward.backward"):
+        monkeypatch.setattr(f"stable_attention.hopper.launch.{place}", lambda *_, **__: "portable")
+    wide = tuple(torch.empty_like(q, dtype=torch.float32) for _ in range(3))
+    lse = torch.empty(2, 2, 128, device="meta")
+    assert hopper.forward(asked, q, q, q, extras=extras, out_dtype=torch.float32) == "portable"
+    named = {"lse": lse, "delta": lse, "extras": extras, "accumulators": wide}
+    assert hopper.backward(asked, q, q, q, q, **named) == "portable"
 
 
 def test_kernel_sets_are_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from types import FunctionType, SimpleNamespace
 import pytest
 import torch
 
-from stable_attention.hopper import launch, tiles
+from stable_attention.hopper import plan, tiles
 from stable_attention.hopper.rows import places_kernel
 from stable_attention.problem import UNLIMITED, Problem
 
@@ -27,7 +27,11 @@ def on_numbers(name: str) -> FunctionType:
 
 def random_band(rng: random.Random) -> tuple[int, int, int, int]:
     sq, sk = rng.choice([1, 64, 65, 300, 1000]), rng.choice([1, 127, 128, 129, 500, 1000])
-    left, right = (rng.choice([0, 1, 5, 100, 300, launch.FAR]) for _ in range(2))
+    left, right = (rng.choice([0, 1, 5, 100, 300, plan.FAR]) for _ in range(2))
+    if rng.random() < 0.3:  # of chunks, whose diagonal lies elsewhere
+        moved = rng.choice([-2000, -130, -1, 1, 130, 2000])
+        left = left if left == plan.FAR else left - moved
+        right = right if right == plan.FAR else right + moved
     return sq, sk, left, right
 
 
@@ -43,7 +47,7 @@ def seen(m: int, n: int, sq: int, sk: int, left: int, right: int, rows: int) -> 
 def test_ranges_and_turns_of_a_band() -> None:
     """Both passes visit the tiles that the band crosses; additions to dQ have turns 0, 1, ..."""
     rng = random.Random(0)
-    for _ in range(60):
+    for _ in range(200):
         sq, sk, _, right = band = random_band(rng)
         turns: dict[int, list[int]] = {m: [] for m in range(-(-sq // BM))}
         for n in reversed(range(-(-sk // BN))):
@@ -65,8 +69,8 @@ def test_ranges_and_turns_of_a_band() -> None:
 def test_programs_that_take_turns_finish_in_the_same_order(causal: bool, group: int) -> None:
     """Items as started in any number of programs, which advance at random; nobody waits forever."""
     heads, sq, sk = 3, 300, 300
-    right = 0 if causal else launch.FAR
-    band = (sq, sk, launch.FAR, right)
+    right = 0 if causal else plan.FAR
+    band = (sq, sk, plan.FAR, right)
     key_tiles, query_tiles = -(-sk // BN), -(-sq // BM)
     orders = set()
     for seed in range(8):
@@ -98,6 +102,30 @@ def test_programs_that_take_turns_finish_in_the_same_order(causal: bool, group: 
         assert len(added) == heads * group * query_tiles
         orders.add(str(sorted(added.items())))
     assert len(orders) == 1
+
+
+def test_bounds_of_chunks_are_those_of_their_positions() -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        sq, sk, at_q, at_k = (rng.choice([1, 2, 5, 9]) for _ in range(4))
+        left, right = rng.choice([UNLIMITED, 0, 3, 20]), rng.choice([UNLIMITED, 0, 2, 20])
+        asked = Problem(
+            dtype=torch.bfloat16, batch=1, sq=sq, sk=sk, heads=1, kv_heads=1, d=64, dv=64, tq=sq,
+            tk=sk, scale=1.0, window_left=left, window_right=right, chunked=True,
+            pos_q=at_q * rng.choice([1, 2**27]), pos_k=at_k * rng.choice([1, 2**27]),
+        )  # fmt: skip
+        (to_left, to_right), masked = plan.mask(asked)
+        assert min(to_left, to_right) >= -plan.FAR
+        for i in range(sq):
+            for j in range(sk):
+                far = asked.pos_k + j - asked.pos_q - i
+                wanted = (left == UNLIMITED or far >= -left) and (
+                    right == UNLIMITED or far <= right
+                )
+                found = j <= i if masked["CAUSAL"] else True
+                if masked["BAND"]:
+                    found = i + sk - sq - to_left <= j <= i + sk - sq + to_right
+                assert found == wanted, (asked, i, j)
 
 
 def test_places_of_packed_sequences() -> None:
@@ -133,6 +161,6 @@ def test_parts_of_query_heads_do_not_depend_on_the_batch() -> None:
         dtype=torch.bfloat16, batch=1, sq=4096, sk=4096, heads=64, kv_heads=8, d=128, dv=128,
         tq=4096, tk=4096, scale=1.0, window_right=0,
     )  # fmt: skip
-    assert launch.splits(one) == launch.splits(replace(one, batch=8, tq=32768, tk=32768)) == 4
-    assert launch.splits(replace(one, kv_heads=64)) == 1
-    assert launch.splits(replace(one, window_right=UNLIMITED)) == 1
+    assert plan.splits(one) == plan.splits(replace(one, batch=8, tq=32768, tk=32768)) == 4
+    assert plan.splits(replace(one, kv_heads=64)) == 1
+    assert plan.splits(replace(one, window_right=UNLIMITED)) == 1

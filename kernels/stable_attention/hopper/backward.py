@@ -31,8 +31,11 @@ from stable_attention.hopper.barriers import (
     tma_add,
     wait_for_turn,
 )
+from stable_attention.hopper.dropout import dropped, kept_bits
 from stable_attention.hopper.producer import PAIR, backward_producer
+from stable_attention.hopper.softmax import softened
 from stable_attention.hopper.tiles import (
+    batch_of,
     first_row_of,
     item_at,
     place_of,
@@ -74,13 +77,14 @@ def _store_part(place, x):
 
 @gluon.jit
 def _step(
-    dk, dv, s, slot, parity, m, n, last, sq, sk, left, right, unit,
+    dk, dv, s, slot, parity, m, n, last, sq, sk, left, right, unit, steepness,
+    seed_ptr, head, batch, threshold, keep_scale,
     q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
     ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
     zero_s, zero_dq,
     W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
-    BAND: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr, AHEAD: gl.constexpr,
-    S_L: gl.constexpr, A_L: gl.constexpr,
+    CAPPED: gl.constexpr, BAND: gl.constexpr, DROPOUT: gl.constexpr, MASKED: gl.constexpr,
+    FIRST: gl.constexpr, AHEAD: gl.constexpr, S_L: gl.constexpr, A_L: gl.constexpr,
 ):  # fmt: skip
     """Fold query tile m into dk and dv, and finish dQ of the tile before unless FIRST.
 
@@ -102,6 +106,7 @@ def _step(
     if not AHEAD:
         s, dp_made = warpgroup_mma_wait(1, deps=(s_made, dp_made))
     shift = shift_s.index(slot).reshape((BM,)).load(columns)
+    s = softened(s, steepness, CAPPED)
     p = gl.exp2(s * unit - gl.expand_dims(shift, 0))
     if BAND:
         # Of the first query and this consumer's first key: which keys it may see.
@@ -117,9 +122,18 @@ def _step(
         if CAUSAL:
             visible = keys <= gl.expand_dims(m * BM + gl.arange(0, BM, columns), 0)
         p = gl.where(visible, p, 0.0)
-    p_rounded = gl.convert_layout(p.to(dtype), A_L)
+    if DROPOUT:
+        bits = kept_bits(seed_ptr, n * BN + W * 64, m * BM, head, batch, threshold, BM)
+        p_rounded = gl.convert_layout(dropped(p, bits).to(dtype), A_L)
+    else:
+        p_rounded = gl.convert_layout(p.to(dtype), A_L)
+    if CAPPED:
+        # `numerics.score_slope`, before dP is there: s needs no registers any more.
+        p = p * (1.0 - s * s)
     dv_made = warpgroup_mma(p_rounded, do_s.index(slot), dv, is_async=True)
     dp, dv = warpgroup_mma_wait(1, deps=(dp_made, dv_made))
+    if DROPOUT:
+        dp = dropped(dp * keep_scale, bits)
     delta = delta_s.index(slot).reshape((BM,)).load(columns)
     ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
     mbarrier.wait(ds_empty.index(slot), parity ^ 1)
@@ -163,10 +177,11 @@ def _consumer(
     item_full, item_empty, k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty,
     ds_full, ds_empty, dq_full, dq_empty,
     counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,
-    head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
+    head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit,
+    steepness, scale, seed_ptr, threshold, batch_offset, head_offset, keep_scale,
     W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
-    BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
-    SPLITS: gl.constexpr, AHEAD: gl.constexpr,
+    CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, DROPOUT: gl.constexpr,
+    EVEN: gl.constexpr, GROUP: gl.constexpr, SUMS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     DQ: gl.constexpr = D if BM == 128 else D // 2
     # Query tiles that the diagonal crosses. Keys past the end lie in the last key tile only, and a
@@ -210,6 +225,10 @@ def _consumer(
             if BAND:
                 # Keys that no query sees meet a tile whose P is 0.
                 count = gl.maximum(count, 1)
+            head_0 = (head % kv_heads) * GROUP + head_offset
+            batch = 0
+            if DROPOUT:
+                batch = batch_of(places, place, head // kv_heads, PACKED) + batch_offset
             dk = gl.zeros([64, D], gl.float32, KV_L)
             dv = gl.zeros([64, D], gl.float32, KV_L)
             mbarrier.wait(k_full, key_parity)
@@ -224,10 +243,12 @@ def _consumer(
             key_parity ^= 1
             dk, dv, s, slot, parity = _step(
                 dk, dv, s, slot, parity, first, n, gl.where(count * GROUP == 1, 1, 0),
-                queries, keys, left, right, unit,
+                queries, keys, left, right, unit, steepness,
+                seed_ptr, head_0, batch, threshold, keep_scale,
                 q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
                 ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
-                zero_s, zero_dq, W, BM, BN, D, CAUSAL, BAND, CAUSAL or TAIL, True, AHEAD, S_L, A_L,
+                zero_s, zero_dq, W, BM, BN, D, CAUSAL, CAPPED, BAND, DROPOUT,
+                CAUSAL or TAIL, True, AHEAD, S_L, A_L,
             )  # fmt: skip
             for g in range(0, GROUP):
                 begin = gl.where(g == 0, 1, 0)
@@ -237,24 +258,29 @@ def _consumer(
                             last = gl.where((t + 1 == count) & (g + 1 == GROUP), 1, 0)
                             dk, dv, s, slot, parity = _step(
                                 dk, dv, s, slot, parity, first + t, n, last,
-                                queries, keys, left, right, unit,
+                                queries, keys, left, right, unit, steepness,
+                                seed_ptr, head_0 + g, batch, threshold, keep_scale,
                                 q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
                                 ds_full, ds_empty, dq_full, dq_empty,
                                 q_full, q_empty, do_full, do_empty,
-                                zero_s, zero_dq, W, BM, BN, D, CAUSAL, BAND, True, False, AHEAD,
-                                S_L, A_L,
+                                zero_s, zero_dq, W, BM, BN, D, CAUSAL, CAPPED, BAND, DROPOUT,
+                                True, False, AHEAD, S_L, A_L,
                             )  # fmt: skip
                     begin = EDGE
                 for t in range(begin, count):
                     last = gl.where((t + 1 == count) & (g + 1 == GROUP), 1, 0)
                     dk, dv, s, slot, parity = _step(
                         dk, dv, s, slot, parity, first + t, n, last,
-                        queries, keys, left, right, unit,
+                        queries, keys, left, right, unit, steepness,
+                        seed_ptr, head_0 + g, batch, threshold, keep_scale,
                         q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
                         ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
-                        zero_s, zero_dq, W, BM, BN, D, CAUSAL, BAND, TAIL, False, AHEAD, S_L, A_L,
+                        zero_s, zero_dq, W, BM, BN, D, CAUSAL, CAPPED, BAND, DROPOUT,
+                        TAIL, False, AHEAD, S_L, A_L,
                     )  # fmt: skip
             mbarrier.arrive(v_empty, count=1)
+            if DROPOUT:
+                dv = dv * keep_scale
             b = head // kv_heads
             hk = head % kv_heads
             row = n * BN + W * 64
@@ -262,7 +288,7 @@ def _consumer(
             before = slot ^ 1
             mbarrier.wait(ds_full.index(before), parity ^ before)
             dq_made = _dq_product(ds_s.index(before), k_s, zero_dq, W, BM, D)
-            if SPLITS > 1:
+            if SUMS:
                 own = part_ptr + ((head * key_tiles + place) * BN + W * 64).to(gl.int64) * D
                 _store_part(own + key_tiles.to(gl.int64) * all_heads * (BN * D), dv)
             else:
@@ -275,7 +301,7 @@ def _consumer(
             mbarrier.arrive(ds_empty.index(before), count=1)
             mbarrier.arrive(k_empty, count=1)
             _hand_over(dq, dq_s, dq_full, dq_empty, before, W)
-            if SPLITS > 1:
+            if SUMS:
                 _store_part(own, dk)
             else:
                 rounded = (dk * scale).to(out.dtype)
@@ -358,18 +384,20 @@ def _new_barriers(COUNT: gl.constexpr, SLOTS: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "sq", "sk", "left", "right", "all_heads", "key_tiles", "query_tiles", "head_block",
-        "kv_heads",
+        "kv_heads", "threshold", "batch_offset", "head_offset",
     ]
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_desc, dv_desc, sum_desc,
-    turns, counter, places, part_ptr,
+    turns, counter, places, part_ptr, seed_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
     stride_dkb, stride_dkh, stride_dvb, stride_dvh,
-    sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, unit, scale,
+    sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, unit,
+    steepness, scale, threshold, batch_offset, head_offset, keep_scale,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
-    BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
-    SPLITS: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, DROPOUT: gl.constexpr,
+    EVEN: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, SUMS: gl.constexpr,
+    AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     DQ: gl.constexpr = D if BM == 128 else D // 2
@@ -413,16 +441,18 @@ def backward_kernel(
                 item_full, item_empty, k_full, k_empty, v_full, v_empty,
                 q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
                 counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,
-                head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
-                0, BM, BN, D, CAUSAL, BAND, PACKED, EVEN, GROUP, SPLITS, AHEAD,
+                head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit,
+                steepness, scale, seed_ptr, threshold, batch_offset, head_offset, keep_scale,
+                0, BM, BN, D, CAUSAL, CAPPED, BAND, PACKED, DROPOUT, EVEN, GROUP, SUMS, AHEAD,
             )),
             (_consumer, (
                 dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s, item_s,
                 item_full, item_empty, k_full, k_empty, v_full, v_empty,
                 q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
                 counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,
-                head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
-                1, BM, BN, D, CAUSAL, BAND, PACKED, EVEN, GROUP, SPLITS, AHEAD,
+                head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit,
+                steepness, scale, seed_ptr, threshold, batch_offset, head_offset, keep_scale,
+                1, BM, BN, D, CAUSAL, CAPPED, BAND, PACKED, DROPOUT, EVEN, GROUP, SUMS, AHEAD,
             )),
             (backward_producer, (
                 q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,

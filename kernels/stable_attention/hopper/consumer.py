@@ -166,10 +166,10 @@ def _store_rows(
 
 @gluon.jit
 def forward_consumer(
-    o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, places,
+    o_desc, low_desc, part_ptr, lse_ptr, row_ptr, max_ptr, sink_ptr, places,
     q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
-    sq, sk, tq, left, right, key_blocks, stride_ob, stride_oh, unit, steepness,
-    W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    sq, sk, tq, left, right, key_blocks, stride_ob, stride_os, stride_oh,
+    unit, steepness, W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
     CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr,
     SEGMENT: gl.constexpr, ROUNDED: gl.constexpr, SUM: gl.constexpr, HAS_LOW: gl.constexpr,
     HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
@@ -393,17 +393,24 @@ def forward_consumer(
         place = head.to(gl.int64) * tq + start + rows
         if SUM:
             gl.store(lse_ptr + place, (row_shift + gl.log2(l_sum)) * LN2, mask=rows < length)
-        if ROUNDED:
+        if row_ptr is not None:
             gl.store(row_ptr + place, (row_shift + gl.log2(l)) * LN2, mask=rows < length)
         share = weight * (1.0 / l)
         if BAND:
             share = gl.where(l > 0, share, 0.0)
         acc = acc * gl.expand_dims(share, 1)
-        _store_rows(
-            acc, q_s.index(buffer * 2 + W), low_s.index(W if HAS_LOW else 0),
-            o_desc, low_desc, row, b * stride_ob + h * stride_oh, start, length,
-            HAS_LOW, PACKED,
-        )  # fmt: skip
+        if part_ptr is None:
+            _store_rows(
+                acc, q_s.index(buffer * 2 + W), low_s.index(W if HAS_LOW else 0),
+                o_desc, low_desc, row, b * stride_ob + h * stride_oh, start, length,
+                HAS_LOW, PACKED,
+            )  # fmt: skip
+        else:
+            columns = gl.arange(0, D, gl.SliceLayout(0, O_L))
+            here = b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
+            here = gl.expand_dims(rows.to(gl.int64) * stride_os + here, 1)
+            inside = gl.expand_dims(rows < length, 1)
+            gl.store(part_ptr + here + gl.expand_dims(columns, 0), acc, mask=inside)
         head = next_head
         m = next_m
         blocks = next_blocks

@@ -2,6 +2,7 @@
 
 Shape legend: B batch, H query heads, HK key/value heads, GROUP = H / HK, D head dim (of v too);
 a tile has 128 queries, a block 128 keys (TILE). LSE is [B, H, sq] float32, natural log.
+A partial O goes to part_ptr in float32, without a descriptor.
 
 Each role is a partition of warps. The `producer` copies tiles of Q and blocks of K and V to shared
 memory. Two consumers of 4 warps (`consumer`) have 64 queries of a tile each.
@@ -23,9 +24,10 @@ from stable_attention.hopper.tiles import TILE
     ]
 )  # fmt: skip
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr,
+    q_desc, k_desc, v_desc, o_desc, low_desc, part_ptr, lse_ptr, row_ptr, max_ptr, sink_ptr,
     counter, places,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh,
+    stride_os,
     sq, sk, tq, left, right, query_tiles, key_blocks, head_block, all_heads, heads, unit,
     steepness, D: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
     CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr,
@@ -64,16 +66,18 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (forward_consumer, (
-                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, places,
+                o_desc, low_desc, part_ptr, lse_ptr, row_ptr, max_ptr, sink_ptr, places,
                 q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
-                sq, sk, tq, left, right, key_blocks, stride_ob, stride_oh, unit, steepness,
+                sq, sk, tq, left, right, key_blocks, stride_ob, stride_os, stride_oh,
+                unit, steepness,
                 0, D, SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
                 HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
             )),
             (forward_consumer, (
-                o_desc, low_desc, lse_ptr, row_ptr, max_ptr, sink_ptr, places,
+                o_desc, low_desc, part_ptr, lse_ptr, row_ptr, max_ptr, sink_ptr, places,
                 q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
-                sq, sk, tq, left, right, key_blocks, stride_ob, stride_oh, unit, steepness,
+                sq, sk, tq, left, right, key_blocks, stride_ob, stride_os, stride_oh,
+                unit, steepness,
                 1, D, SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
                 HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
             )),

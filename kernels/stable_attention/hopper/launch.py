@@ -1,14 +1,14 @@
 """Launches on sm_90; `forward` and `backward` have the signatures of the portable ones.
 
-Tensors that a descriptor cannot describe (rows not 16-byte aligned, a stride of 0) and calls
-without queries or keys take the portable kernels.
+Tensors that a descriptor cannot describe (rows not 16-byte aligned, a stride of 0), chunks whose
+positions only the device knows and calls without queries or keys take the portable kernels.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,121 +27,34 @@ from stable_attention.hopper.descriptors import (
     tiled,
 )
 from stable_attention.hopper.forward import forward_kernel
+from stable_attention.hopper.plan import (
+    BN,
+    FAR,
+    QUERIES,
+    Plan,
+    divisor,
+    dropout,
+    head_block,
+    mask,
+    planned,
+    reach,
+    units,
+)
 from stable_attention.hopper.rows import places_kernel, rows_kernel, sum_kernel
 from stable_attention.hopper.tiles import FIELDS, TILE
 from stable_attention.layouts import strides
-from stable_attention.problem import UNLIMITED, Extras, Problem
+from stable_attention.problem import Extras, Problem
+from stable_attention.stabilizers import KNOWN
 from stable_attention.triton import backward as portable_backward
 from stable_attention.triton import forward as portable_forward
-from stable_attention.triton.launches import KEPT, Arguments, launch
-from stable_attention.triton.options import LOG2E
+from stable_attention.triton.launches import Arguments, launch
 from stable_attention.triton.results import ForwardResult, allocate, new_gradients
 
-BN = 128
-"""Keys of a tile: 64 for each of the two consumers."""
-QUERIES = {64: 128, 128: 64}
-"""Head dim -> queries of a tile: what shared memory and registers hold."""
-L2_BYTES = {True: 12 * 2**20, False: 24 * 2**20}
-"""Causal or not -> bytes of Q, K, V and dO that a group of heads may have in the backward pass.
-Without a mask all key tiles of a head start at its first query tile, one after the other: more
-heads, less waiting."""
 L2_FORWARD = {True: 32 * 2**20, False: 8 * 2**20}
 """The same of the K and V that a group of query heads reads in the forward pass."""
-FAR = 2**30
-"""Keys to the side that no window has."""
-PROCESSORS = 132
-"""Of an H100 or H200: how a call is split must not depend on the device, or its bits would."""
 SEGMENT = 2048
 """Keys that the tensor cores add up before "compensated" adds in float32. `numerics.truncation` of
 them, 8e-6, is within the 1e-5 of RMS(delta) that its mean error may have at any length."""
-
-
-def _divisor(heads: int, most: int) -> int:
-    """The largest group, of ``most`` heads and of 1 at least, into which all heads divide."""
-    return next(n for n in range(max(1, min(heads, most)), 0, -1) if heads % n == 0)
-
-
-def _banded(problem: Problem) -> bool:
-    """Whether the visible keys are those of a band: neither all nor all up to the diagonal."""
-    left, right = problem.window_left, problem.window_right
-    aligned = right == UNLIMITED or (right == 0 and problem.sq == problem.sk)
-    return problem.varlen or left != UNLIMITED or not aligned
-
-
-def _mask(problem: Problem) -> tuple[tuple[int, int], dict[str, object]]:
-    """(left, right) of a band, and what kernels are told of the mask."""
-    band = _banded(problem)
-    bounds = (problem.window_left, problem.window_right)
-    left, right = (FAR if x == UNLIMITED else min(x, FAR) for x in bounds)
-    causal = problem.window_right == 0 and not band
-    return (left, right), {"CAUSAL": causal, "BAND": band, "PACKED": problem.varlen}
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Plan:
-    """What the launches of a problem share, worked out once; known by its identity."""
-
-    problem: Problem
-    band: bool
-    entries: int
-    parts: int
-    """`splits`."""
-    query_tiles: int
-    """Of a head in the forward pass; of packed sequences a bound."""
-    backward_tiles: int
-    """Of a head in the backward pass; of packed sequences a bound on those of keys too."""
-    key_tiles: int
-
-    @classmethod
-    def of(cls, problem: Problem) -> _Plan:
-        bm, most = QUERIES[problem.d], max(problem.tq, problem.tk)
-
-        def tiles(length: int, rows: int) -> int:
-            if problem.varlen:
-                return triton.cdiv(most, rows) + problem.batch
-            return triton.cdiv(length, rows)
-
-        return cls(
-            problem, _banded(problem), entries(problem), splits(problem),
-            query_tiles=tiles(problem.sq, TILE.value),
-            backward_tiles=tiles(problem.sq, bm),
-            key_tiles=tiles(problem.sk, min(bm, BN) if problem.varlen else BN),
-        )  # fmt: skip
-
-
-_plan = functools.lru_cache(maxsize=KEPT)(_Plan.of)
-
-
-def splits(problem: Problem) -> int:
-    """Parts of the query heads of a key/value head, each an item of the backward pass.
-
-    Items are started in the order in which their additions to dQ get ready, under a causal mask the
-    longest last: the fewer there are, the longer most processors wait for it. But float32 dK and dV
-    of each part go through memory. Reckoned in query tiles of one processor, and for a batch of
-    one: the bits of a sequence do not depend on what else there is.
-    """
-    left = problem.window_left
-    uneven = problem.window_right != UNLIMITED and left == UNLIMITED
-    queries = problem.sq
-    if left != UNLIMITED:
-        queries = min(queries, left + max(problem.window_right, 0) + BN)
-    query_tiles = triton.cdiv(queries, QUERIES[problem.d])
-    items = problem.kv_heads * triton.cdiv(problem.sk, BN)
-
-    def cost(parts: int) -> float:
-        longest = problem.group // parts * query_tiles
-        rounds = max(1.0, items * parts / PROCESSORS)
-        traffic = 3.2 * rounds if parts > 1 else 0.0
-        return longest * (0.5 * rounds + 0.6 if uneven else rounds) + traffic
-
-    return min((n for n in (1, 2, 4) if problem.group % n == 0), key=cost)
-
-
-def head_block(problem: Problem, parts: int = 1) -> int:
-    """Parts of key/value heads of a group in the backward pass, counted over the batch."""
-    one = 4 * problem.d * (problem.sk + problem.group // parts * problem.sq)
-    most = L2_BYTES[problem.window_right != UNLIMITED] // max(1, one)
-    return _divisor(entries(problem) * problem.kv_heads * parts, most)
 
 
 def forward(
@@ -157,22 +70,25 @@ def forward(
     config: configs.Tile | None = None,
 ) -> ForwardResult:
     """As `stable_attention.triton.forward.forward`, whose arguments these are."""
-    assert out_dtype in (None, q.dtype) and config is None, "partial outputs are the portable set's"
+    assert config is None and not problem.dropout_p and not (problem.chunked and problem.varlen)
+    partial = out_dtype == torch.float32
     result = allocate(
-        problem, q.device, out_dtype=q.dtype, with_max_logits=with_max_logits, with_lse=with_lse
-    )
+        problem, q.device,
+        out_dtype=out_dtype or q.dtype, with_max_logits=with_max_logits, with_lse=with_lse,
+    )  # fmt: skip
     low = result.low if result.low.numel() else None
-    described = (q, k, v, result.out) if low is None else (q, k, v, result.out, low)
+    described = (q, k, v, *([] if partial else [result.out]), *([] if low is None else [low]))
     found = room(problem, described)
-    if not found:
+    if not found or extras.pos_q is not None:
         return portable_forward.forward(
             problem, q, k, v,
-            extras=extras, with_max_logits=with_max_logits, with_lse=with_lse,
+            extras=extras, out_dtype=out_dtype, with_max_logits=with_max_logits,
+            with_lse=with_lse,
         )  # fmt: skip
     lse, row = (x if x.numel() else None for x in (result.lse, result.row_lse))
     sinks = extras.sinks if problem.has_sinks else None
     for part, cut in _parts(problem, found):
-        plan = _plan(part)
+        plan = planned(part)
         counter, places = _places(plan, extras, q.device, backward=False)
         launch(
             forward_kernel,
@@ -189,7 +105,7 @@ def forward(
 
 
 def _places(
-    plan: _Plan, extras: Extras, device: torch.device, *, backward: bool
+    plan: Plan, extras: Extras, device: torch.device, *, backward: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(counter of items, where tiles of packed sequences lie): of queries, then of keys where the
     backward pass asks."""
@@ -254,20 +170,23 @@ def backward(
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dQ, dK, dV) as `stable_attention.triton.backward.backward`, whose arguments these are."""
-    assert accumulators is None and not problem.softcap, "the portable kernels' (`dispatch`)"
-    dq, dk, dv = gradients or new_gradients(problem, q, k, v)[1]
-    found = room(problem, (q, k, v, dout, dk, dv))
-    if not found:
+    assert not problem.chunked or not (problem.varlen or problem.dropout_p), "see `dispatch`"
+    add = accumulators is not None
+    dq, dk, dv = accumulators or gradients or new_gradients(problem, q, k, v)[1]
+    found = room(problem, (q, k, v, dout) if add else (q, k, v, dout, dk, dv))
+    if not found or extras.pos_q is not None:
         return portable_backward.backward(
-            problem, dout, q, k, v, lse=lse, delta=delta, extras=extras, gradients=(dq, dk, dv)
-        )
+            problem, dout, q, k, v, lse=lse, delta=delta, extras=extras,
+            accumulators=accumulators, gradients=(dq, dk, dv),
+        )  # fmt: skip
     for part, cut in _parts(problem, found):
         _launch(
-            _plan(part),
+            planned(part),
             *(cut(x, True) for x in (q, k, v, dout, dq, dk, dv)),
             lse=cut(lse),
             delta=cut(delta),
             extras=extras,
+            add=add,
         )
     return dq, dk, dv
 
@@ -289,11 +208,12 @@ def _parts(problem: Problem, most: int) -> Iterator[tuple[Problem, Callable[...,
         ) -> torch.Tensor | None:
             return None if x is None else narrow(problem.layout if tiled else "", first, n, x)
 
-        yield replace(problem, batch=n), cut
+        offset = problem.batch_offset + first if problem.dropout_p > 0 else problem.batch_offset
+        yield replace(problem, batch=n, batch_offset=offset), cut
 
 
 def _launch(
-    plan: _Plan,
+    plan: Plan,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -305,6 +225,7 @@ def _launch(
     lse: torch.Tensor,
     delta: torch.Tensor,
     extras: Extras,
+    add: bool,
 ) -> None:
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
     bm = QUERIES[problem.d]
@@ -323,16 +244,20 @@ def _launch(
         own=5,
     )
     partial = None
-    if parts > 1:
+    if parts > 1 or add:
         rows = plan.entries * problem.kv_heads * parts * key_tiles * BN
         partial = new((2, rows, problem.d), dtype=torch.float32)
     launch(
         backward_kernel,
-        (plan,),
-        (q, k, v, dout, dk, dv, shift, padded, sums, turns, counter, of_keys, partial),
+        (plan, add),
+        (
+            q, k, v, dout, *((None, None) if add else (dk, dv)),
+            extras.seed if problem.dropout_p > 0 else None,
+            shift, padded, sums, turns, counter, of_keys, partial,
+        ),
         functools.partial(_backward_arguments, plan),
         own=7,
-    )
+    )  # fmt: skip
     touched = turns if plan.band else None
     todo = [(dq, sums, touched, of_queries, False, problem.scale)]
     if partial is not None:
@@ -344,14 +269,14 @@ def _launch(
     for out, total, adds, table, keys, scale in todo:
         launch(
             sum_kernel,
-            (plan, keys, scale),
+            (plan, keys, scale, add),
             (out, total, adds, None if places is None else counter, table),
-            functools.partial(_sum_arguments, plan, keys, scale),
+            functools.partial(_sum_arguments, plan, keys, scale, add),
             own=4,
         )
 
 
-def _rows_arguments(plan: _Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> Arguments:
+def _rows_arguments(plan: Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> Arguments:
     problem, tiles = plan.problem, plan.backward_tiles
     steps = (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
     positional = (lse, *tensors, *steps, problem.sq, problem.heads, tiles)
@@ -362,8 +287,9 @@ def _rows_arguments(plan: _Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> A
 
 
 def _sum_arguments(
-    plan: _Plan, keys: bool, scale: float, out: torch.Tensor, total: torch.Tensor, *others: Any
-) -> Arguments:
+    plan: Plan, keys: bool, scale: float, add: bool,
+    out: torch.Tensor, total: torch.Tensor, *others: Any,
+) -> Arguments:  # fmt: skip
     problem = plan.problem
     heads, length, tiles, rows = (
         (problem.kv_heads, problem.sk, plan.key_tiles, BN)
@@ -376,13 +302,13 @@ def _sum_arguments(
     named: dict[str, object] = {
         "ROWS": rows, "D": problem.d, "PARTS": plan.parts if keys else 1,
         "TURNS": others[0] is not None, "PACKED": problem.varlen, "LATER": int(keys),
-        "num_warps": rows // 16,
+        "ADD": add, "num_warps": rows // 16,
     }  # fmt: skip
     return (plan.entries * heads * tiles,), positional, named
 
 
 def _forward_arguments(
-    plan: _Plan,
+    plan: Plan,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -396,27 +322,29 @@ def _forward_arguments(
     places: torch.Tensor | None,
 ) -> Arguments:
     problem, query_tiles = plan.problem, plan.query_tiles
+    partial = out.dtype == torch.float32
     d, layout, bn = problem.d, problem.layout, TILE.value
-    bounds, mask = _mask(problem)
-    limited = problem.window_right != UNLIMITED
+    bounds, masked = mask(problem)
+    limited = reach(problem)[1] != FAR
     heads = plan.entries * problem.heads
     positional = (
         tiled(q, layout, 64), tiled(k, layout, bn), tiled(v, layout, bn),
-        tiled(out, layout, 64), None if low is None else tiled(low, layout, 64),
-        lse, row, max_logits, sinks, counter, places,
-        *(s for x in (q, k, v, out) for s in steps(x, layout)),
+        None if partial else tiled(out, layout, 64),
+        None if low is None else tiled(low, layout, 64),
+        out if partial else None, lse, row, max_logits, sinks, counter, places,
+        *(s for x in (q, k, v, out) for s in steps(x, layout)), strides(out, layout)[1],
         problem.sq, problem.sk, problem.tq if problem.varlen else problem.sq, *bounds,
         query_tiles, triton.cdiv(problem.sk, bn),
-        _divisor(heads, L2_FORWARD[limited] // max(1, 4 * d * problem.sk)), heads, problem.heads,
-        (problem.softcap or problem.scale) * LOG2E,
-        2 * LOG2E * problem.scale / problem.softcap if problem.softcap else 0.0,
+        divisor(heads, L2_FORWARD[limited] // max(1, 4 * d * problem.sk)), heads, problem.heads,
+        *units(problem),
     )  # fmt: skip
+    rounded = KNOWN[problem.stabilizer].rounded_normalizer
     named: dict[str, object] = {
-        "D": d, "GROUP": problem.group, "CAPPED": problem.softcap > 0, **mask,
-        "EVEN": mask["BAND"] or problem.sk % bn == 0,
+        "D": d, "GROUP": problem.group, "CAPPED": problem.softcap > 0, **masked,
+        "EVEN": masked["BAND"] or problem.sk % bn == 0,
         "SLOTS": 2 if d == 128 else 3,
-        "SEGMENT": SEGMENT // bn if row is not None and problem.sk > SEGMENT else 0,
-        "ROUNDED": row is not None, "SUM": lse is not None, "HAS_LOW": low is not None,
+        "SEGMENT": SEGMENT // bn if rounded and problem.sk > SEGMENT else 0,
+        "ROUNDED": rounded, "SUM": lse is not None, "HAS_LOW": low is not None,
         "HAS_MAX": max_logits is not None, "HAS_SINK": sinks is not None,
         # At d = 128 there is no room for them.
         "Q_IN_REGISTERS": d == 64,
@@ -427,13 +355,14 @@ def _forward_arguments(
 
 
 def _backward_arguments(
-    plan: _Plan,
+    plan: Plan,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    seed: torch.Tensor | None,
     shift: torch.Tensor,
     delta: torch.Tensor,
     sums: torch.Tensor,
@@ -442,7 +371,7 @@ def _backward_arguments(
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
     d, bm, layout = problem.d, QUERIES[problem.d], problem.layout
     heads = plan.entries * problem.kv_heads * parts
-    bounds, mask = _mask(problem)
+    bounds, masked = mask(problem)
 
     def of_rows(x: torch.Tensor) -> TensorDescriptor:
         return TensorDescriptor(x, list(x.shape), [bm, 1], [1, bm], ROW)
@@ -450,18 +379,19 @@ def _backward_arguments(
     positional = (
         tiled(q, layout, bm), tiled(k, layout, BN), tiled(v, layout, BN),
         tiled(dout, layout, bm), of_rows(shift), of_rows(delta),
-        tiled(dk, layout, 64), tiled(dv, layout, 64),
+        *(None if x is None else tiled(x, layout, 64) for x in (dk, dv)),
         described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
-        *small,
-        *(s for x in (q, k, v, dout, dk, dv) for s in steps(x, layout)),
+        *small, seed,
+        *(s for x in (q, k, v, dout, dk, dv) for s in ((0, 0) if x is None else steps(x, layout))),
         problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
         head_block(problem, parts), problem.kv_heads * parts,
-        problem.scale * LOG2E, problem.scale,
+        *units(problem), problem.scale, *dropout(problem),
     )  # fmt: skip
     named: dict[str, object] = {
-        "BM": bm, "BN": BN, "D": d,
-        **mask, "EVEN": mask["BAND"] or problem.sk % BN == 0,
+        "BM": bm, "BN": BN, "D": d, "CAPPED": problem.softcap > 0, "DROPOUT": seed is not None,
+        **masked, "EVEN": masked["BAND"] or problem.sk % BN == 0,
         "GROUP": problem.group // parts, "SPLITS": parts,
+        "SUMS": small[-1] is not None,
         # At d = 64 the scores of the next tile have no registers left.
         "AHEAD": d == 128,
         # Of a consumer; what the kernel starts with leaves these to it.

@@ -12,7 +12,7 @@ import triton.language as tl
 from stable_attention.hopper.tiles import FIELDS
 from stable_attention.numerics import lse_to_shift
 from stable_attention.triton.geometry import locate
-from stable_attention.triton.memory import store_tile, tile_offsets
+from stable_attention.triton.memory import POINTERS, load_tile, store_tile, tile_offsets
 
 CHUNK = tl.constexpr(1024)
 """Sequences whose tiles are counted at once."""
@@ -71,6 +71,7 @@ def places_kernel(
         tl.store(place + 3, k0 + 0 * n, mask=ok)
         tl.store(place + 4, nk + 0 * n, mask=ok)
         tl.store(place + 5, before_q + 0 * n, mask=ok)
+        tl.store(place + 6, b + 0 * n, mask=ok)
     if b == 0:
         tl.store(counter_ptr, 0)
         tl.store(counter_ptr + 1 + of_keys, tl.minimum(tiles, most))
@@ -117,11 +118,12 @@ def sum_kernel(
     sum_ptr, out_ptr, turns_ptr, counter_ptr, places_ptr, stride_b, stride_s, stride_h,
     s, heads, tiles, scale,
     ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
-    PACKED: tl.constexpr, LATER: tl.constexpr,
+    PACKED: tl.constexpr, LATER: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """A gradient tile in its own type and layout from PARTS float32 sums, in their order.
 
-    With TURNS, those of a tile to which nobody added are 0. LATER: tiles are of keys.
+    With TURNS, those of a tile to which nobody added are 0. LATER: tiles are of keys. ADD: to what
+    is there.
     """
     tile = tl.program_id(0)
     head = tile // tiles
@@ -144,7 +146,11 @@ def sum_kernel(
     if TURNS:
         total = tl.where(tl.load(turns_ptr + tile) > 0, total, 0.0)
     where = out_ptr + b * stride_b + h * stride_h + tl.cast(start, tl.int64) * stride_s
-    store_tile(where, total * scale, n * ROWS, stride_s, s, ROWS, D, D)
+    total *= scale
+    if ADD:
+        off = tile_offsets(stride_s, ROWS, D)
+        total += load_tile(where, off, n * ROWS, stride_s, s, ROWS, D, D, True, POINTERS, 0)
+    store_tile(where, total, n * ROWS, stride_s, s, ROWS, D, D)
 
 
 __all__ = ["places_kernel", "rows_kernel", "sum_kernel"]

@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 FIELDS = gl.constexpr(8)
 """int32 numbers of a tile of packed sequences: its number within its sequence; the sequence's first
-query token, queries, first key token, keys, first query tile (of all sequences'); two unused."""
+query token, queries, first key token, keys, first query tile (of all sequences'); the sequence's
+own number; one unused."""
 TILE = gl.constexpr(128)
 """Queries of a tile and keys of a block in the forward pass."""
 _END = gl.constexpr(2**30)
@@ -89,6 +90,15 @@ def first_row_of(places, t, PACKED: gl.constexpr):
         return gl.load(places + t * FIELDS + 5)
     else:
         return 0
+
+
+@gluon.jit
+def batch_of(places, t, entry, PACKED: gl.constexpr):
+    """The batch entry or sequence that tile t of batch entry ``entry`` is of."""
+    if PACKED:
+        return gl.load(places + t * FIELDS + 6)
+    else:
+        return entry
 
 
 @gluon.jit
@@ -167,6 +177,7 @@ __all__ = [
     "FIELDS",
     "TILE",
     "at_edge",
+    "batch_of",
     "first_row_of",
     "item_at",
     "key_blocks_of",

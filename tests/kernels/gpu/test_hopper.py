@@ -8,11 +8,12 @@ import pytest
 import torch
 from attention_cases import DEVICE
 
-from stable_attention import configs, dispatch, stable_attention
+from stable_attention import chunks, configs, dispatch, stable_attention
 from stable_attention.describe import describe
 from stable_attention.hopper import launch as hopper
 from stable_attention.problem import Options
 from stable_attention.triton import forward as portable_forward
+from stable_attention.triton.probabilities import scores_and_mask
 from stable_attention.triton.results import ForwardResult
 
 pytestmark = [
@@ -194,3 +195,56 @@ def test_strides_that_no_descriptor_describes_take_the_portable_kernels(
     portable(monkeypatch)
     theirs = gradients(mixed, causal=True)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    ("b", "h", "hk", "sq", "sk", "offset"),
+    [(2, 4, 2, 320, 448, 0), (1, 2, 2, 448, 320, 7), (3, 2, 1, 130, 200, 1)],
+)
+def test_dropout_drops_what_the_portable_forward_drops(
+    b: int, h: int, hk: int, sq: int, sk: int, offset: int, d: int
+) -> None:
+    """With equal scores dV of a one-hot dO is 0 exactly where a weight is dropped."""
+    q, g = (torch.zeros(b, h, sq, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.zeros(b, hk, sk, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    options = Options.of(
+        layout="bhsd", dropout_p=0.37, batch_offset=offset, head_offset=offset, stabilizer="none"
+    )
+    problem, extras = describe(q, k, v, options, dropout_seed=123456789012345678)
+    keep = scores_and_mask(problem, q, k, extras)[1].bool()
+    lse = portable_forward.forward(problem, q, k, v, extras=extras).lse
+    for first in range(0, sq, d):
+        n = min(d, sq - first)
+        for one in range(h // hk):  # dV adds up the query heads of a group
+            g.zero_()
+            here = slice(one, None, h // hk)
+            g[:, here, first : first + n] = torch.eye(n, d, device=DEVICE, dtype=torch.bfloat16)
+            dv = hopper.backward(
+                problem, g, q, k, v, lse=lse, delta=torch.zeros_like(lse), extras=extras
+            )[2]
+            wanted = keep[:, here, first : first + n].transpose(2, 3)
+            assert torch.equal(dv[..., :n] != 0, wanted)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("at", [0, 700, 1111])
+def test_chunks_repeat_bit_for_bit(at: int, d: int) -> None:
+    """Into poisoned memory; queries stand ``at`` tokens after the keys."""
+    q, k, v, g = (x.transpose(1, 2) for x in random_tensors(3, 6, 2, 1111, d))
+    where = {"q_position": at, "causal": True}
+
+    def once() -> list[torch.Tensor]:
+        poison = torch.full((1 << 24,), torch.nan, device=DEVICE)
+        del poison
+        out, lse = chunks.chunk_forward(q, k, v, **where)
+        delta, _ = chunks.chunk_delta(g, out.bfloat16(), lse)
+        sums = [torch.ones(x.shape, device=DEVICE) for x in (q, k, v)]
+        names = dict(zip(("dq", "dk", "dv"), sums, strict=True))
+        chunks.chunk_backward(g, q, k, v, lse, delta, **names, **where)
+        return [out, lse, *sums]
+
+    first = once()
+    assert all(bool(x.isfinite().all()) for x in first)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, once(), strict=True))
