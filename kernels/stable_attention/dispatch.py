@@ -64,9 +64,12 @@ class KernelSet:
     archs: frozenset[str]
     features: frozenset[str]
     head_dims: Collection[int]
+    """Of q, k and v."""
     forward: Callable[..., Any]
     preprocess: Callable[..., Any]
     backward: Callable[..., Any]
+    mixed_head_dims: Collection[tuple[int, int]] | None = ()
+    """Of q and k, and of v, where they differ; None: any two of ``head_dims``."""
 
 
 # Triton 3.9 has removed calls of Gluon that the kernels of sm_90 make; 3.8 was not tried.
@@ -81,6 +84,9 @@ _NOT_ON_HOPPER = frozenset(
     }
 )  # fmt: skip
 _NOT_FORWARD = frozenset({"dynamic_max", "o_lo in int8 or fp32", "dropout", "softcap"})
+WIDE_BACKWARD = backward  # or hopper.backward: of head dims above 128
+# Of the head dims beside 64 and 128; nobody has tried them there.
+_NOT_BESIDE_64_AND_128 = frozenset({"softcap", "dropout", "paper_bf16", "chunks", *PROJECTING})
 KERNEL_SETS = (
     KernelSet(
         name="hopper",
@@ -101,6 +107,25 @@ KERNEL_SETS = (
         backward=hopper.backward,
     ),
     KernelSet(
+        name="hopper_padded",
+        archs=GLUON,
+        features=frozenset(FEATURES) - _NOT_BESIDE_64_AND_128 - _NOT_FORWARD,
+        head_dims=(96,),
+        forward=hopper.forward,
+        preprocess=preprocess,
+        backward=hopper.backward,
+    ),
+    KernelSet(
+        name="hopper_forward",
+        archs=GLUON,
+        features=frozenset(FEATURES) - _NOT_BESIDE_64_AND_128 - _NOT_FORWARD,
+        head_dims=(256,),
+        mixed_head_dims=((192, 128),),
+        forward=hopper.forward,
+        preprocess=preprocess,
+        backward=WIDE_BACKWARD,
+    ),
+    KernelSet(
         name="triton",
         archs=frozenset({"sm80", "sm90", "sm100", "interpreter"}),
         features=frozenset(FEATURES),
@@ -108,6 +133,7 @@ KERNEL_SETS = (
         forward=forward,
         preprocess=preprocess,
         backward=backward,
+        mixed_head_dims=None,
     ),
 )
 
@@ -159,6 +185,12 @@ def needs(problem: Problem) -> Iterator[str]:
     return (name for name, used in flags.items() if used)
 
 
+def _missing_head_dims(row: KernelSet, d: int, dv: int) -> list[str]:
+    if d != dv and row.mixed_head_dims is not None:
+        return [] if (d, dv) in row.mixed_head_dims else [f"head dims {d} and {dv}"]
+    return [f"head dim {x}" for x in sorted({d, dv}) if x not in row.head_dims]
+
+
 def select(problem: Problem, device: torch.device) -> KernelSet:
     """The first kernel set that serves the problem on the device's architecture.
 
@@ -175,7 +207,7 @@ def _selected(problem: Problem, arch: str, rows: tuple[KernelSet, ...]) -> Kerne
         missing = sorted(wanted - row.features)
         if arch not in row.archs:
             missing.append(f"architecture {arch}")
-        missing += [f"head dim {d}" for d in {problem.d, problem.dv} if d not in row.head_dims]
+        missing += _missing_head_dims(row, problem.d, problem.dv)
         if not missing:
             return row
         lacks.append(f"{row.name} lacks {', '.join(missing)}")

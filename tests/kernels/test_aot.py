@@ -42,7 +42,8 @@ for d, dv, right, stabilizer, dropout in tiles[::3] if few else tiles:
         delta, _ = preprocess(p, g, r.out, low=r.low, lse=lse, dlse=None, extras=extras)
         carrier(g, delta, layout="bshd", into=r.out, sk=p.sk)
         backward(p, g, q, k, v, lse=lse, delta=delta, extras=extras)
-        if arch == "sm90" and d == dv and d in (64, 128) and stabilizer == "compensated":
+        wide = (d, dv, stabilizer) in ((256, 256, "none"), (192, 128, "compensated"))
+        if arch == "sm90" and (wide or d == dv in (64, 96, 128) and stabilizer == "compensated"):
             hopper.forward(p, q, k, v, extras=extras, with_lse=False)
             hopper.backward(p, g, q, k, v, lse=lse, delta=delta, extras=extras)
     for launch in launches:
@@ -90,7 +91,7 @@ def test_shipped_tiles_compile_and_fit(arch, which, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
-    counts = {"few": 15, "all": 43} if arch != "sm90" else {"few": 19, "all": 53}
+    counts = {"few": 15, "all": 43} if arch != "sm90" else {"few": 23, "all": 65}
     assert len(rows) == counts[which]
     for row in rows:
         assert row["shared"] <= row["limit"], row
@@ -196,7 +197,7 @@ def test_bands_and_packed_sequences_compile_for_hopper(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     for row in json.loads(done.stdout.splitlines()[-1]):
-        # Most with a softcap, which no call gets here yet.
+        # Most in a forward pass with softcap, which no call gets here.
         assert row["shared"] <= 232448 and row["spills"] <= 1700, row
         assert not [x for x in row["warnings"] if HARMLESS not in x], row
 

@@ -111,7 +111,12 @@ def test_architectures_nobody_compiled_for_are_refused(
         ({"dropout_p": 0.1, "causal": True, "keys": 24}, "triton"),
         ({"stabilizer": "paper_bf16", "allow_broken": True}, "triton"),
         ({"causal": True, "keys": 24}, "hopper"),
-        ({"d": 96}, "triton"),
+        ({"d": 96}, "hopper_padded"),
+        ({"d": 256, "causal": True}, "hopper_forward"),
+        ({"d": 192}, "triton"),
+        ({"d": 192, "dv": 128}, "hopper_forward"),
+        ({"d": 128, "dv": 64}, "triton"),
+        ({"d": 256, "dropout_p": 0.1}, "triton"),
         ({"stabilizer": "projected"}, "triton"),
     ],
 )
@@ -125,9 +130,10 @@ def test_hopper_serves_what_its_row_says(
         torch.empty(1, n, heads, d, dtype=torch.bfloat16, device="meta")
         for n, heads in ((16, 4), (keys, 2))
     )
-    sinks = named.pop("sinks", None)
+    sinks, dv = named.pop("sinks", None), named.pop("dv", d)
     seed = 1 if "dropout_p" in named else None
-    asked, _ = describe(q, k, k, Options.of(**named), sinks=sinks, dropout_seed=seed)
+    v = torch.empty(1, keys, 2, dv, dtype=torch.bfloat16, device="meta")
+    asked, _ = describe(q, k, v, Options.of(**named), sinks=sinks, dropout_seed=seed)
     device = torch.device("cuda", 0)
     assert dispatch.select(asked, device).name == name
     chunks = "triton" if asked.dropout_p else name
@@ -163,6 +169,6 @@ def test_kernel_sets_are_chosen_by_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(dispatch.SELECTED, "hoper")
     with pytest.raises(
         AttentionArgumentError,
-        match="'hoper'; allowed: 'hopper', 'hopper_backward', 'triton'",
+        match="'hoper'; allowed: 'hopper', 'hopper_backward', 'hopper_padded', ",
     ):
         dispatch.select(asked, device)

@@ -58,7 +58,7 @@ def test_ranges_and_turns_of_a_band() -> None:
                 turns[m].append(on_numbers("turn_of")(m, n, sq, sk, right, BM, BN, False, True))
         assert all(x == list(range(len(x))) for x in turns.values()), band
         for m in range(-(-sq // 128)):
-            last, blocks = on_numbers("key_blocks_of")(m, 0, *band, False, True)
+            last, blocks = on_numbers("key_blocks_of")(m, 0, *band, BN, False, True)
             wanted = {n for n in range(-(-sk // BN)) if seen(m, n, *band, 128)}
             assert wanted <= set(range(last - blocks + 1, last + 1)), band
             assert blocks == max(1, len(wanted)), band

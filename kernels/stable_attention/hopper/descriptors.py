@@ -1,4 +1,4 @@
-"""TMA descriptors of the kernels of this package, and whether tensors have them.
+"""TMA descriptors of the kernels of this package, whether tensors have them, and counters.
 
 A descriptor has two dimensions, tokens and columns, heads and batch being columns; for packed
 sequences it is ragged, as `triton.tools.ragged_tma` says.
@@ -61,19 +61,27 @@ def narrow(layout: str, first: int, n: int, x: torch.Tensor) -> torch.Tensor:
     return x.narrow(1 if layout == "sbhd" else 0, first, n)
 
 
-def tiled(x: torch.Tensor, layout: str, rows: int) -> TensorDescriptor:
-    """Tiles of so many tokens of one head, heads and batch being columns.
+def tiled(x: torch.Tensor, layout: str, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """Tiles of so many tokens and columns (None: all) of one head, heads and batch being columns.
 
-    For packed sequences as `triton.tools.ragged_tma` describes them.
+    For packed sequences as `triton.tools.ragged_tma` describes them. Where a head has fewer columns
+    than a tile, one dimension more goes in steps of 16 bytes to the head's first column, and what
+    is behind its last one reads as zeros.
     """
-    step = strides(x, layout)[1]
+    step, columns = strides(x, layout)[1], columns or x.shape[-1]
     shape = [dims(x, layout)[1], flat_columns(x, layout)]
     if layout == "thd":
         step = step if shape[0] > 1 else 16
         shape, steps = [_MOST, _MOST, _ROWS, shape[1]], [2**34 - step, step, step, 1]
-        return described(x, shape, steps, [1, 1, rows, x.shape[-1]])
+        if columns > x.shape[-1]:
+            shape[2:], steps[2:] = [-(-shape[3] // 8), _ROWS, x.shape[-1]], [8, step, 1]
+        return described(x, shape, steps, [1] * (len(shape) - 2) + [rows, columns])
     # An extent of 1 may come with any stride.
-    return described(x, shape, [step if shape[0] > 1 else 16, 1], [rows, x.shape[-1]])
+    step = step if shape[0] > 1 else 16
+    if columns > x.shape[-1]:
+        shape = [-(-shape[1] // 8), shape[0], x.shape[-1]]
+        return described(x, shape, [8, step, 1], [1, rows, columns])
+    return described(x, shape, [step, 1], [rows, columns])
 
 
 def steps(x: torch.Tensor, layout: str) -> tuple[int, int]:
@@ -93,4 +101,23 @@ def described(
     return TensorDescriptor(x, shape, steps, block, layout)
 
 
-__all__ = ["ROW", "described", "entries", "narrow", "room", "steps", "tiled"]
+def shared_counter(device: torch.device) -> torch.Tensor:
+    """A counter of items, 0; the forward kernel leaves it as it was.
+
+    Launches of one stream follow each other and share one. A captured graph runs on any stream and
+    has its own.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(4, dtype=torch.int32, device=device)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(4, dtype=torch.int32, device=device)
+    return found
+
+
+_counters: dict[tuple[int | None, int], torch.Tensor] = {}
+"""By device and stream."""
+
+
+__all__ = ["ROW", "described", "entries", "narrow", "room", "shared_counter", "steps", "tiled"]

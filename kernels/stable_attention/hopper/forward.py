@@ -1,7 +1,7 @@
 """The forward pass on sm_90: O, its low-order part, LSE and largest logits, in a persistent kernel.
 
-Shape legend: B batch, H query heads, HK key/value heads, GROUP = H / HK, D head dim (of v too);
-a tile has 128 queries, a block 128 keys (TILE). LSE is [B, H, sq] float32, natural log.
+Shape legend: B batch, H query heads, HK key/value heads, GROUP = H / HK, D head dim of q and k, DV
+of v; a tile has 128 queries (TILE), a block BN keys. LSE is [B, H, sq] float32, natural log.
 A partial O goes to part_ptr in float32, without a descriptor.
 
 Each role is a partition of warps. The `producer` copies tiles of Q and blocks of K and V to shared
@@ -13,8 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from stable_attention.hopper.consumer import forward_consumer
-from stable_attention.hopper.producer import ITEM, forward_producer
-from stable_attention.hopper.tiles import TILE
+from stable_attention.hopper.producer import ITEM, ITEMS, forward_producer
 
 
 @gluon.jit(
@@ -29,34 +28,43 @@ def forward_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh,
     stride_os,
     sq, sk, tq, left, right, query_tiles, key_blocks, head_block, all_heads, heads, unit,
-    steepness, D: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
-    CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr,
-    SEGMENT: gl.constexpr, ROUNDED: gl.constexpr, SUM: gl.constexpr, HAS_LOW: gl.constexpr,
-    HAS_MAX: gl.constexpr, HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    steepness, D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, BN: gl.constexpr,
+    SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, CAPPED: gl.constexpr,
+    BAND: gl.constexpr, PACKED: gl.constexpr, EVEN: gl.constexpr, SEGMENT: gl.constexpr,
+    ROUNDED: gl.constexpr, SUM: gl.constexpr, HAS_LOW: gl.constexpr, HAS_MAX: gl.constexpr,
+    HAS_SINK: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     # A ragged descriptor's tile has two dimensions more.
-    tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    q_s = gl.allocate_shared_memory(dtype, [4, 64, D], tile_l)
-    k_s = gl.allocate_shared_memory(dtype, [SLOTS, TILE, D], tile_l)
-    v_s = gl.allocate_shared_memory(dtype, [SLOTS, TILE, D], tile_l)
-    low_s = q_s
+    COLUMNS: gl.constexpr = q_desc.block_type.shape[-1]
+    PARTS: gl.constexpr = D // COLUMNS
+    OUT: gl.constexpr = DV if o_desc is None else o_desc.block_type.shape[-1]
+    tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
+    v_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DV], dtype)
+    out_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, OUT], dtype)
+    q_s = gl.allocate_shared_memory(dtype, [2 * Q_SLOTS * PARTS, 64, COLUMNS], tile_l)
+    k_s = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, BN, COLUMNS], tile_l)
+    v_s = gl.allocate_shared_memory(dtype, [SLOTS, BN, DV], v_l)
+    high_s = q_s
+    if Q_SLOTS == 1:
+        high_s = gl.allocate_shared_memory(dtype, [2, 64, OUT], out_l)
+    low_s = high_s
     if HAS_LOW:
-        low_s = gl.allocate_shared_memory(low_desc.dtype, [2, 64, D], tile_l)
+        low_s = gl.allocate_shared_memory(low_desc.dtype, [2, 64, OUT], out_l)
     total_s = low_s
-    if SEGMENT and D == 128 and not HAS_LOW:
+    if SEGMENT and DV == 128 and BN == 128 and not HAS_LOW:
         # 16 KiB a consumer
-        total_s = gl.allocate_shared_memory(dtype, [2, 64, D], tile_l)
+        total_s = gl.allocate_shared_memory(dtype, [2, 64, OUT], out_l)
     ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 32], dtype)
     ones_s = gl.allocate_shared_memory(dtype, [8, 32], ones_layout)
     ones_s.store(gl.full([8, 32], 1.0, dtype, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])))
     item_s = gl.allocate_shared_memory(
-        gl.int32, [2 * ITEM, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int32, [ITEMS // Q_SLOTS * ITEM, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
+    for i in gl.static_range(Q_SLOTS):
         mbarrier.init(q_full.index(i), count=1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(k_full.index(i), count=1)
@@ -67,26 +75,26 @@ def forward_kernel(
         [
             (forward_consumer, (
                 o_desc, low_desc, part_ptr, lse_ptr, row_ptr, max_ptr, sink_ptr, places,
-                q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
+                q_s, k_s, v_s, high_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
                 sq, sk, tq, left, right, key_blocks, stride_ob, stride_os, stride_oh,
                 unit, steepness,
-                0, D, SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
-                HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
+                0, DV, BN, SLOTS, Q_SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED,
+                SUM, HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
             )),
             (forward_consumer, (
                 o_desc, low_desc, part_ptr, lse_ptr, row_ptr, max_ptr, sink_ptr, places,
-                q_s, k_s, v_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
+                q_s, k_s, v_s, high_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
                 sq, sk, tq, left, right, key_blocks, stride_ob, stride_os, stride_oh,
                 unit, steepness,
-                1, D, SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED, SUM,
-                HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
+                1, DV, BN, SLOTS, Q_SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED,
+                SUM, HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
             )),
             (forward_producer, (
                 q_desc, k_desc, v_desc, counter, places, q_s, k_s, v_s, item_s,
                 q_full, k_full, v_full,
                 sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
                 stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
-                GROUP, SLOTS, CAUSAL, BAND, PACKED,
+                GROUP, BN, SLOTS, Q_SLOTS, CAUSAL, BAND, PACKED,
             )),
         ],
         [4, 1],

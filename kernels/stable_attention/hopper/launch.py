@@ -23,14 +23,13 @@ from stable_attention.hopper.descriptors import (
     entries,
     narrow,
     room,
+    shared_counter,
     steps,
     tiled,
 )
 from stable_attention.hopper.forward import forward_kernel
 from stable_attention.hopper.plan import (
-    BN,
     FAR,
-    QUERIES,
     Plan,
     divisor,
     dropout,
@@ -41,7 +40,9 @@ from stable_attention.hopper.plan import (
     units,
 )
 from stable_attention.hopper.rows import places_kernel, rows_kernel, sum_kernel
+from stable_attention.hopper.shapes import FORWARD, TILES, WIDE, width
 from stable_attention.hopper.tiles import FIELDS, TILE
+from stable_attention.hopper.wide import PIECE, wide_kernel
 from stable_attention.layouts import strides
 from stable_attention.problem import Extras, Problem
 from stable_attention.stabilizers import KNOWN
@@ -113,7 +114,7 @@ def _places(
     # In a tensor of its own: its address must be a multiple of 16.
     if not plan.problem.varlen:
         # `rows_kernel` sets that of the backward pass.
-        return new(4) if backward else _counter(device), None
+        return new(4) if backward else shared_counter(device), None
     counter = new(4)
     most = plan.backward_tiles if backward else plan.query_tiles
     places = new((1 + backward, most, FIELDS.value))
@@ -128,32 +129,13 @@ def _places(
     return counter, places
 
 
-def _counter(device: torch.device) -> torch.Tensor:
-    """A counter of items, 0; the forward kernel leaves it as it was.
-
-    Launches of one stream follow each other and share one. A captured graph runs on any stream and
-    has its own.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(4, dtype=torch.int32, device=device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = torch.zeros(4, dtype=torch.int32, device=device)
-    return found
-
-
-_counters: dict[tuple[int | None, int], torch.Tensor] = {}
-"""By device and stream."""
-
-
 def _places_arguments(problem: Problem, backward: bool, *tensors: torch.Tensor) -> Arguments:
     places = tensors[4]
     positional = (
         *tensors, problem.batch, problem.sq, problem.sk, problem.tq, problem.tk, places.shape[1],
     )  # fmt: skip
-    rows = QUERIES[problem.d] if backward else TILE.value
-    return (problem.batch, places.shape[0]), positional, {"BM": rows, "BN": BN, "num_warps": 4}
+    bm, bn = TILES[width(problem.d)] if backward else (TILE.value, TILE.value)
+    return (problem.batch, places.shape[0]), positional, {"BM": bm, "BN": bn, "num_warps": 4}
 
 
 def backward(
@@ -172,6 +154,7 @@ def backward(
     """(dQ, dK, dV) as `stable_attention.triton.backward.backward`, whose arguments these are."""
     assert not problem.chunked or not (problem.varlen or problem.dropout_p), "see `dispatch`"
     add = accumulators is not None
+    assert problem.d in (64, 128) or not (add or problem.dropout_p or problem.softcap)
     dq, dk, dv = accumulators or gradients or new_gradients(problem, q, k, v)[1]
     found = room(problem, (q, k, v, dout) if add else (q, k, v, dout, dk, dv))
     if not found or extras.pos_q is not None:
@@ -228,10 +211,10 @@ def _launch(
     add: bool,
 ) -> None:
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
-    bm = QUERIES[problem.d]
+    bm, bn = TILES[width(problem.d)]
     tiles = plan.entries * problem.heads * plan.backward_tiles
     new = functools.partial(torch.empty, device=q.device)
-    sums = new((tiles * bm, problem.d), dtype=torch.float32)
+    sums = new((tiles * bm, width(problem.d)), dtype=torch.float32)
     shift, padded = new((2, tiles, bm), dtype=torch.float32).unbind()
     turns = new(tiles, dtype=torch.int32)
     counter, places = _places(plan, extras, q.device, backward=True)
@@ -245,19 +228,28 @@ def _launch(
     )
     partial = None
     if parts > 1 or add:
-        rows = plan.entries * problem.kv_heads * parts * key_tiles * BN
-        partial = new((2, rows, problem.d), dtype=torch.float32)
-    launch(
-        backward_kernel,
-        (plan, add),
-        (
-            q, k, v, dout, *((None, None) if add else (dk, dv)),
-            extras.seed if problem.dropout_p > 0 else None,
-            shift, padded, sums, turns, counter, of_keys, partial,
-        ),
-        functools.partial(_backward_arguments, plan),
-        own=7,
-    )  # fmt: skip
+        rows = plan.entries * problem.kv_heads * parts * key_tiles * bn
+        partial = new((2, rows, width(problem.d)), dtype=torch.float32)
+    if problem.d > 128:
+        launch(
+            wide_kernel,
+            (plan,),
+            (q, k, v, dout, dk, dv, shift, padded, sums, turns, counter, of_keys),
+            functools.partial(_wide_arguments, plan),
+            own=6,
+        )
+    else:
+        launch(
+            backward_kernel,
+            (plan, add),
+            (
+                q, k, v, dout, *((None, None) if add else (dk, dv)),
+                extras.seed if problem.dropout_p > 0 else None,
+                shift, padded, sums, turns, counter, of_keys, partial,
+            ),
+            functools.partial(_backward_arguments, plan),
+            own=7,
+        )  # fmt: skip
     touched = turns if plan.band else None
     todo = [(dq, sums, touched, of_queries, False, problem.scale)]
     if partial is not None:
@@ -281,7 +273,7 @@ def _rows_arguments(plan: Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> Ar
     steps = (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
     positional = (lse, *tensors, *steps, problem.sq, problem.heads, tiles)
     named: dict[str, object] = {
-        "BM": QUERIES[problem.d], "PACKED": problem.varlen, "num_warps": 2,
+        "BM": TILES[width(problem.d)][0], "PACKED": problem.varlen, "num_warps": 2,
     }  # fmt: skip
     return (plan.entries * problem.heads * tiles,), positional, named
 
@@ -291,16 +283,18 @@ def _sum_arguments(
     out: torch.Tensor, total: torch.Tensor, *others: Any,
 ) -> Arguments:  # fmt: skip
     problem = plan.problem
+    bm, bn = TILES[width(problem.d)]
     heads, length, tiles, rows = (
-        (problem.kv_heads, problem.sk, plan.key_tiles, BN)
+        (problem.kv_heads, problem.sk, plan.key_tiles, bn)
         if keys
-        else (problem.heads, problem.sq, plan.backward_tiles, QUERIES[problem.d])
+        else (problem.heads, problem.sq, plan.backward_tiles, bm)
     )
     positional = (
         total, out, *others, *strides(out, problem.layout), length, heads, tiles, scale,
     )  # fmt: skip
     named: dict[str, object] = {
-        "ROWS": rows, "D": problem.d, "PARTS": plan.parts if keys else 1,
+        "ROWS": rows, "D": total.shape[1], "C": triton.next_power_of_2(total.shape[1]),
+        "WIDTH": problem.d, "PARTS": plan.parts if keys else 1,
         "TURNS": others[0] is not None, "PACKED": problem.varlen, "LATER": int(keys),
         "ADD": add, "num_warps": rows // 16,
     }  # fmt: skip
@@ -323,31 +317,33 @@ def _forward_arguments(
 ) -> Arguments:
     problem, query_tiles = plan.problem, plan.query_tiles
     partial = out.dtype == torch.float32
-    d, layout, bn = problem.d, problem.layout, TILE.value
-    bounds, masked = mask(problem)
+    d, dv, layout = width(problem.d), width(problem.dv), problem.layout
+    tile = FORWARD[d, dv]
+    bn, columns = tile.bn, tile.columns
+    bounds, masked = mask(problem, square=bn == TILE.value)
     limited = reach(problem)[1] != FAR
     heads = plan.entries * problem.heads
     positional = (
-        tiled(q, layout, 64), tiled(k, layout, bn), tiled(v, layout, bn),
-        None if partial else tiled(out, layout, 64),
-        None if low is None else tiled(low, layout, 64),
+        tiled(q, layout, 64, columns), tiled(k, layout, bn, columns), tiled(v, layout, bn, dv),
+        None if partial else tiled(out, layout, 64, tile.out),
+        None if low is None else tiled(low, layout, 64, tile.out),
         out if partial else None, lse, row, max_logits, sinks, counter, places,
-        *(s for x in (q, k, v, out) for s in steps(x, layout)), strides(out, layout)[1],
+        *(s for x in (q, k, v, out) for s in steps(x, layout)),
+        strides(out, layout)[1] if partial else None,
         problem.sq, problem.sk, problem.tq if problem.varlen else problem.sq, *bounds,
         query_tiles, triton.cdiv(problem.sk, bn),
-        divisor(heads, L2_FORWARD[limited] // max(1, 4 * d * problem.sk)), heads, problem.heads,
-        *units(problem),
+        divisor(heads, L2_FORWARD[limited] // max(1, 2 * (d + dv) * problem.sk)), heads,
+        problem.heads, *units(problem),
     )  # fmt: skip
     rounded = KNOWN[problem.stabilizer].rounded_normalizer
     named: dict[str, object] = {
-        "D": d, "GROUP": problem.group, "CAPPED": problem.softcap > 0, **masked,
-        "EVEN": masked["BAND"] or problem.sk % bn == 0,
-        "SLOTS": 2 if d == 128 else 3,
-        "SEGMENT": SEGMENT // bn if rounded and problem.sk > SEGMENT else 0,
+        "D": d, "DV": dv, "BN": bn, "GROUP": problem.group, "CAPPED": problem.softcap > 0,
+        **masked, "EVEN": masked["BAND"] or problem.sk % bn == 0,
+        "SLOTS": tile.slots, "Q_SLOTS": tile.q_slots,
+        "SEGMENT": SEGMENT // bn if rounded and problem.sk > SEGMENT and tile.segments else 0,
         "ROUNDED": rounded, "SUM": lse is not None, "HAS_LOW": low is not None,
         "HAS_MAX": max_logits is not None, "HAS_SINK": sinks is not None,
-        # At d = 128 there is no room for them.
-        "Q_IN_REGISTERS": d == 64,
+        "Q_IN_REGISTERS": tile.q_in_registers,
         # A consumer gets 240 of them: what the kernel starts with leaves these to it.
         "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
@@ -369,27 +365,26 @@ def _backward_arguments(
     *small: torch.Tensor | None,
 ) -> Arguments:
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
-    d, bm, layout = problem.d, QUERIES[problem.d], problem.layout
+    d, layout = width(problem.d), problem.layout
+    bm, bn = TILES[d]
     heads = plan.entries * problem.kv_heads * parts
-    bounds, masked = mask(problem)
-
-    def of_rows(x: torch.Tensor) -> TensorDescriptor:
-        return TensorDescriptor(x, list(x.shape), [bm, 1], [1, bm], ROW)
-
+    (bounds, masked), (unit, steepness) = mask(problem), units(problem)
     positional = (
-        tiled(q, layout, bm), tiled(k, layout, BN), tiled(v, layout, BN),
-        tiled(dout, layout, bm), of_rows(shift), of_rows(delta),
-        *(None if x is None else tiled(x, layout, 64) for x in (dk, dv)),
+        *(tiled(x, layout, rows, d) for x, rows in ((q, bm), (k, bn), (v, bn), (dout, bm))),
+        _of_rows(shift), _of_rows(delta),
+        *(None if x is None else tiled(x, layout, 64, d) for x in (dk, dv)),
         described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
         *small, seed,
         *(s for x in (q, k, v, dout, dk, dv) for s in ((0, 0) if x is None else steps(x, layout))),
         problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
         head_block(problem, parts), problem.kv_heads * parts,
-        *units(problem), problem.scale, *dropout(problem),
+        # None is no argument of a compiled kernel: calls without keep their code.
+        unit, steepness if problem.softcap else None, problem.scale,
+        *((None,) * 4 if seed is None else dropout(problem)),
     )  # fmt: skip
     named: dict[str, object] = {
-        "BM": bm, "BN": BN, "D": d, "CAPPED": problem.softcap > 0, "DROPOUT": seed is not None,
-        **masked, "EVEN": masked["BAND"] or problem.sk % BN == 0,
+        "BM": bm, "BN": bn, "D": d, "CAPPED": problem.softcap > 0, "DROPOUT": seed is not None,
+        **masked, "EVEN": masked["BAND"] or problem.sk % bn == 0,
         "GROUP": problem.group // parts, "SPLITS": parts,
         "SUMS": small[-1] is not None,
         # At d = 64 the scores of the next tile have no registers left.
@@ -398,6 +393,52 @@ def _backward_arguments(
         "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
     return (min(heads * key_tiles, _processors(q.device)),), positional, named
+
+
+def _wide_arguments(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    shift: torch.Tensor,
+    delta: torch.Tensor,
+    sums: torch.Tensor,
+    *small: torch.Tensor | None,
+) -> Arguments:
+    """As `_backward_arguments`; a causal mask is a band, too, and gradients have no descriptors."""
+    problem, key_tiles = plan.problem, plan.key_tiles
+    d, width_v, layout = width(problem.d), width(problem.dv), problem.layout
+    bm, bn = TILES[d]
+    columns = FORWARD[d, width_v].columns
+    heads = plan.entries * problem.kv_heads
+    bounds, masked = mask(problem, square=False)
+    positional = (
+        tiled(q, layout, bm, columns), tiled(k, layout, bn, columns),
+        tiled(v, layout, bn, width_v), tiled(dout, layout, bm, width_v),
+        _of_rows(shift), _of_rows(delta), dk, dv,
+        described(sums, list(sums.shape), [d, 1], [bm, PIECE.value]),
+        *small,
+        *(s for x in (q, k, v, dout) for s in steps(x, layout)),
+        *(s for x in (dk, dv) for s in strides(x, layout)),
+        problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
+        head_block(problem), problem.kv_heads, units(problem)[0], problem.scale,
+    )  # fmt: skip
+    named: dict[str, object] = {
+        "D": d, "DV": width_v, **WIDE[d],
+        "BAND": bool(masked["BAND"]) or problem.sk % bn != 0,
+        "PACKED": problem.varlen, "GROUP": problem.group,
+        # Of a consumer; what the kernel starts with leaves these to it.
+        "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
+    }  # fmt: skip
+    return (min(heads * key_tiles, _processors(q.device)),), positional, named
+
+
+def _of_rows(x: torch.Tensor) -> TensorDescriptor:
+    """Numbers of the rows of query tiles [tiles, BM]."""
+    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [1, x.shape[1]], ROW)
 
 
 @functools.cache

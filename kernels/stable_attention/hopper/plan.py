@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import triton
 
 from stable_attention.hopper.descriptors import entries
+from stable_attention.hopper.shapes import TILES, width
 from stable_attention.hopper.tiles import TILE
 from stable_attention.problem import UNLIMITED, Problem
 from stable_attention.triton.launches import KEPT
 from stable_attention.triton.options import LOG2E
 
-BN = 128
-"""Keys of a tile: 64 for each of the two consumers."""
-QUERIES = {64: 128, 128: 64}
-"""Head dim -> queries of a tile: what shared memory and registers hold."""
 L2_BYTES = {True: 12 * 2**20, False: 24 * 2**20}
 """Causal or not -> bytes of Q, K, V and dO that a group of heads may have in the backward pass.
 Without a mask all key tiles of a head start at its first query tile, one after the other: more
 heads, less waiting."""
+WIDE_HEADS = 8
+"""Head dims above 128: heads of a group at least. With fewer, more key tiles of a head run at once,
+each of which waits for the one before."""
 FAR = 2**30
 """Keys to the side that no window has."""
 PROCESSORS = 132
@@ -57,10 +57,13 @@ def reach(problem: Problem) -> tuple[int, int]:
     return left, right
 
 
-def mask(problem: Problem) -> tuple[tuple[int, int], dict[str, object]]:
-    """(left, right) of a band, and what kernels are told of the mask."""
-    band = _banded(problem)
+def mask(problem: Problem, *, square: bool = True) -> tuple[tuple[int, int], dict[str, object]]:
+    """(left, right) of a band, and what kernels are told of the mask.
+
+    A causal mask is one where tiles are not ``square``.
+    """
     left, right = reach(problem)
+    band = _banded(problem) or (right == 0 and not square)
     causal = right == 0 and not band
     return (left, right), {"CAUSAL": causal, "BAND": band, "PACKED": problem.varlen}
 
@@ -82,7 +85,7 @@ class Plan:
 
     @classmethod
     def of(cls, problem: Problem) -> Plan:
-        bm, most = QUERIES[problem.d], max(problem.tq, problem.tk)
+        (bm, bn), most = TILES[width(problem.d)], max(problem.tq, problem.tk)
 
         def tiles(length: int, rows: int) -> int:
             if problem.varlen:
@@ -93,7 +96,7 @@ class Plan:
             problem, _banded(problem), entries(problem), splits(problem),
             query_tiles=tiles(problem.sq, TILE.value),
             backward_tiles=tiles(problem.sq, bm),
-            key_tiles=tiles(problem.sk, min(bm, BN) if problem.varlen else BN),
+            key_tiles=tiles(problem.sk, min(bm, bn) if problem.varlen else bn),
         )  # fmt: skip
 
 
@@ -105,13 +108,16 @@ def splits(problem: Problem) -> int:
     of each part go through memory. Reckoned in query tiles of one processor, and for a batch of
     one: the bits of a sequence do not depend on what else there is.
     """
+    if problem.d > 128:
+        return 1
+    bm, bn = TILES[width(problem.d)]
     left, right = reach(problem)
     uneven = right != FAR and left == FAR
     queries = problem.sq
     if left != FAR and not problem.chunked:
-        queries = min(queries, left + (0 if right == FAR else right) + BN)
-    query_tiles = triton.cdiv(queries, QUERIES[problem.d])
-    items = problem.kv_heads * triton.cdiv(problem.sk, BN)
+        queries = min(queries, left + (0 if right == FAR else right) + bn)
+    query_tiles = triton.cdiv(queries, bm)
+    items = problem.kv_heads * triton.cdiv(problem.sk, bn)
 
     def cost(parts: int) -> float:
         longest = problem.group // parts * query_tiles
@@ -124,8 +130,10 @@ def splits(problem: Problem) -> int:
 
 def head_block(problem: Problem, parts: int = 1) -> int:
     """Parts of key/value heads of a group in the backward pass, counted over the batch."""
-    one = 4 * problem.d * (problem.sk + problem.group // parts * problem.sq)
+    one = 2 * (problem.d + problem.dv) * (problem.sk + problem.group // parts * problem.sq)
     most = L2_BYTES[reach(problem)[1] != FAR] // max(1, one)
+    if problem.d > 128:
+        most = max(most, WIDE_HEADS)
     return divisor(entries(problem) * problem.kv_heads * parts, most)
 
 
@@ -146,9 +154,7 @@ def dropout(problem: Problem) -> tuple[int, int, int, float]:
 planned = functools.lru_cache(maxsize=KEPT)(Plan.of)
 
 __all__ = [
-    "BN",
     "FAR",
-    "QUERIES",
     "Plan",
     "divisor",
     "dropout",

@@ -14,6 +14,7 @@ from stable_attention.hopper.tiles import (
     first_row_of,
     item_at,
     key_blocks_of,
+    load_parts,
     load_tile,
     place_of,
     query_tiles_of,
@@ -26,6 +27,10 @@ ALL = gl.constexpr("288")
 PAIR = gl.constexpr(2)
 """Query tiles in shared memory, tiles of dS, and items announced in the backward pass: a ring of
 two each."""
+ITEMS = gl.constexpr(4)
+"""Items that Q's slots share in announcements of the forward pass, a ring: a tile's epilogue, which
+follows the first scores of the next tile, still reads its own, and Q with one slot is free for the
+item after that by then."""
 ITEM = gl.constexpr(4)
 """int32 numbers of an item announced in the forward pass: its head counted over the batch, or -1
 after the last item; its tile; its batch entry; its head within that. The producer divides for
@@ -37,10 +42,11 @@ def forward_producer(
     q_desc, k_desc, v_desc, counter, places, q_s, k_s, v_s, item_s, q_full, k_full, v_full,
     sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
-    GROUP: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr,
+    GROUP: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    PARTS: gl.constexpr = k_s.shape[0] // SLOTS
     SLOT_OF_V: gl.constexpr = SLOT_OF_K + SLOTS
     BUFFER_OF_Q: gl.constexpr = SLOT_OF_V + SLOTS
     k = 0
@@ -56,28 +62,30 @@ def forward_producer(
     running = True
     while running:
         running = item < items
-        buffer = tiles & 1
-        if tiles >= 2:
+        buffer = tiles & (Q_SLOTS - 1)
+        if tiles >= Q_SLOTS:
             sync_named(BUFFER_OF_Q + buffer, ALL, 1)
-        tiles += 1
         t, head = item_at(item, query_tiles, head_block, CAUSAL or BAND)
         b = head // heads
         h = head % heads
-        told = buffer * ITEM
+        told = (tiles & (ITEMS // Q_SLOTS - 1)) * ITEM
         item_s.index(told).store(gl.full([1], gl.where(running, head, -1), gl.int32, one))
         item_s.index(told + 1).store(gl.full([1], t, gl.int32, one))
         item_s.index(told + 2).store(gl.full([1], b, gl.int32, one))
         item_s.index(told + 3).store(gl.full([1], h, gl.int32, one))
         warp_sync(item)
+        tiles += 1
         if running:
             m, start_q, queries, start_k, keys = place_of(places, t, sq, sk, PACKED)
             hk = h // GROUP
-            last, blocks = key_blocks_of(m, key_blocks, queries, keys, left, right, CAUSAL, BAND)
-            mbarrier.expect(q_full.index(buffer), 2 * q_desc.block_type.nbytes)
+            last, blocks = key_blocks_of(
+                m, key_blocks, queries, keys, left, right, BN, CAUSAL, BAND
+            )
+            mbarrier.expect(q_full.index(buffer), 2 * PARTS * q_desc.block_type.nbytes)
             for w in gl.static_range(2):
-                load_tile(
+                load_parts(
                     q_desc, m * TILE + w * 64, b * stride_qb + h * stride_qh, start_q, queries,
-                    q_full.index(buffer), q_s.index(buffer * 2 + w), PACKED,
+                    q_full.index(buffer), q_s, buffer * 2 + w, PARTS, PACKED,
                 )  # fmt: skip
             k_column = b * stride_kb + hk * stride_kh
             v_column = b * stride_vb + hk * stride_vh
@@ -85,10 +93,10 @@ def forward_producer(
                 if i < blocks:
                     if copied >= SLOTS:
                         sync_named(SLOT_OF_K + k, ALL, 1)
-                    mbarrier.expect(k_full.index(k), k_desc.block_type.nbytes)
-                    load_tile(
-                        k_desc, (last - i) * TILE, k_column, start_k, keys, k_full.index(k),
-                        k_s.index(k), PACKED,
+                    mbarrier.expect(k_full.index(k), PARTS * k_desc.block_type.nbytes)
+                    load_parts(
+                        k_desc, (last - i) * BN, k_column, start_k, keys, k_full.index(k),
+                        k_s, k, PARTS, PACKED,
                     )  # fmt: skip
                     k = gl.where(k + 1 == SLOTS, 0, k + 1)
                     copied += 1
@@ -97,7 +105,7 @@ def forward_producer(
                         sync_named(SLOT_OF_V + v, ALL, 1)
                     mbarrier.expect(v_full.index(v), v_desc.block_type.nbytes)
                     load_tile(
-                        v_desc, (last + 1 - i) * TILE, v_column, start_k, keys, v_full.index(v),
+                        v_desc, (last + 1 - i) * BN, v_column, start_k, keys, v_full.index(v),
                         v_s.index(v), PACKED,
                     )  # fmt: skip
                     v = gl.where(v + 1 == SLOTS, 0, v + 1)
@@ -124,6 +132,8 @@ def backward_producer(
     item_slot = 0
     item_parity = 0
     key_parity = 0
+    D_PARTS: gl.constexpr = q_s.shape[0] // PAIR
+    DO_SLOTS: gl.constexpr = do_s.shape[0]
     tiles = key_tiles
     if PACKED:
         tiles = gl.load(counter + 2)
@@ -143,9 +153,12 @@ def backward_producer(
             part = head % kv_heads
             hk = part // SPLITS
             mbarrier.wait(k_empty, key_parity ^ 1)
-            mbarrier.expect(k_full, k_desc.block_type.nbytes)
+            mbarrier.expect(k_full, D_PARTS * k_desc.block_type.nbytes)
             column = b * stride_kb + hk * stride_kh
-            load_tile(k_desc, n * BN, column, start_k, keys, k_full, k_s, PACKED)
+            if D_PARTS == 1:
+                load_tile(k_desc, n * BN, column, start_k, keys, k_full, k_s, PACKED)
+            else:
+                load_parts(k_desc, n * BN, column, start_k, keys, k_full, k_s, 0, D_PARTS, PACKED)
             mbarrier.wait(v_empty, key_parity ^ 1)
             mbarrier.expect(v_full, v_desc.block_type.nbytes)
             column = b * stride_vb + hk * stride_vh
@@ -164,29 +177,34 @@ def backward_producer(
                     mbarrier.wait(q_empty.index(slot), parity ^ 1)
                     mbarrier.expect(
                         q_full.index(slot),
-                        q_desc.block_type.nbytes + shift_desc.block_type.nbytes,
+                        D_PARTS * q_desc.block_type.nbytes + shift_desc.block_type.nbytes,
                     )
-                    load_tile(
+                    load_parts(
                         q_desc, m * BM, q_column, start_q, queries, q_full.index(slot),
-                        q_s.index(slot), PACKED,
+                        q_s, slot, D_PARTS, PACKED,
                     )  # fmt: skip
                     tma.async_copy_global_to_shared(
                         shift_desc, [row + m, 0], q_full.index(slot), shift_s.index(slot)
                     )
-                    mbarrier.wait(do_empty.index(slot), parity ^ 1)
+                    do_slot = slot
+                    do_parity = parity
+                    if DO_SLOTS == 1:
+                        do_slot = 0
+                        do_parity = slot
+                    mbarrier.wait(do_empty.index(do_slot), do_parity ^ 1)
                     mbarrier.expect(
-                        do_full.index(slot),
+                        do_full.index(do_slot),
                         do_desc.block_type.nbytes + delta_desc.block_type.nbytes,
                     )
                     load_tile(
-                        do_desc, m * BM, do_column, start_q, queries, do_full.index(slot),
-                        do_s.index(slot), PACKED,
+                        do_desc, m * BM, do_column, start_q, queries, do_full.index(do_slot),
+                        do_s.index(do_slot), PACKED,
                     )  # fmt: skip
                     tma.async_copy_global_to_shared(
-                        delta_desc, [row + m, 0], do_full.index(slot), delta_s.index(slot)
+                        delta_desc, [row + m, 0], do_full.index(do_slot), delta_s.index(slot)
                     )
                     slot, parity = advance(slot, parity, PAIR)
             item = next_item(counter, -1)
 
 
-__all__ = ["ALL", "ITEM", "PAIR", "SLOT_OF_K", "backward_producer", "forward_producer"]
+__all__ = ["ALL", "ITEM", "ITEMS", "PAIR", "SLOT_OF_K", "backward_producer", "forward_producer"]

@@ -10,7 +10,13 @@ of two rows of it.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+)
+
+from stable_attention.hopper.tiles import store_tile
 
 LANES = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -32,7 +38,7 @@ NOTHING = gl.constexpr(-3.0e38)
 def softened(s, steepness, CAPPED: gl.constexpr):
     """`numerics.soften`; steepness: 2 log2 e times the scale over the cap.
 
-    It compiles, and `dispatch` gives it no call before it has run on a GPU.
+    In the forward pass it only compiles: `dispatch` gives it no call before it has run on a GPU.
     """
     if CAPPED:
         s = 1.0 - 2.0 / (gl.exp2(s * steepness) + 1.0)
@@ -158,46 +164,73 @@ def fetched(place, LIKE: gl.constexpr):
 
 
 @gluon.jit
-def in_quarters(p, LAYOUT: gl.constexpr):
-    """[64, 128] as four left sides [64, 32] of products: registers only."""
+def split(acc, FAR: gl.constexpr):
+    """(columns whose total is in registers, the others: none of them unless FAR)."""
+    if FAR:
+        return halves(acc)
+    else:
+        return acc, acc
+
+
+@gluon.jit
+def join_total(acc, total, far_s, held, factor, FAR: gl.constexpr):
+    """acc joined to the total whose shift needs ``factor`` [64], as in `split`.
+
+    FAR: 64 columns of the total are in registers, the others in shared memory, if any are ``held``.
+    """
+    near, far = split(acc, FAR)
+    like: gl.constexpr = near.type.layout
+    by_row = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, like)), 1)
+    if FAR:
+        far += gl.where(held, fetched(far_s, like), 0.0) * by_row
+    return total * by_row + near, far
+
+
+@gluon.jit
+def last_keys_first(p, LAYOUT: gl.constexpr):
+    """[64, 64 or 128] as left sides [64, 32] of products: registers only."""
     a, b = halves(p)
-    a0, a1 = halves(a)
-    b0, b1 = halves(b)
-    return (
-        gl.convert_layout(a0, LAYOUT),
-        gl.convert_layout(a1, LAYOUT),
-        gl.convert_layout(b0, LAYOUT),
-        gl.convert_layout(b1, LAYOUT),
-    )
+    if p.shape[1] == 64:
+        return gl.convert_layout(b, LAYOUT), gl.convert_layout(a, LAYOUT)
+    else:
+        a0, a1 = halves(a)
+        b0, b1 = halves(b)
+        return (
+            gl.convert_layout(b1, LAYOUT),
+            gl.convert_layout(b0, LAYOUT),
+            gl.convert_layout(a1, LAYOUT),
+            gl.convert_layout(a0, LAYOUT),
+        )
 
 
 @gluon.jit
 def add_rounded_sum(p, ones, total, use_total, LAYOUT: gl.constexpr):
-    """Start total + P 1, P [64, 128] rounded, in four products with the same ones [8, 32].
+    """Start total + P 1, P [64, N] rounded, in products with the same ones [8, 32].
 
     One product with ones for all of P fills 16 uniform registers with descriptors, which spill.
     The last keys come first, as in `add_weighted`.
     """
-    p0, p1, p2, p3 = in_quarters(p, LAYOUT)
+    parts = last_keys_first(p, LAYOUT)
     column = ones.permute((1, 0))
-    t = warpgroup_mma(p3, column, total, use_acc=use_total, is_async=True)
-    t = warpgroup_mma(p2, column, t, is_async=True)
-    t = warpgroup_mma(p1, column, t, is_async=True)
-    return warpgroup_mma(p0, column, t, is_async=True)
+    t = warpgroup_mma(parts[0], column, total, use_acc=use_total, is_async=True)
+    for i in gl.static_range(1, p.shape[1] // 32):
+        t = warpgroup_mma(parts[i], column, t, is_async=True)
+    return t
 
 
 @gluon.jit
 def add_weighted(p, v, total, use_total, LAYOUT: gl.constexpr):
-    """Start total + P V, P [64, 128] rounded, in two products, the later keys first.
+    """Start total + P V, P [64, N] rounded, in two products, the later keys first.
 
     Tensor cores truncate what they add to a sum. The largest weight of a row is often that of its
     first key, an attention sink, and what comes after it is truncated most: with one product the
     error of dQ under a saturated sink is three to four times as large.
     """
     a, b = halves(p)
+    N: gl.constexpr = a.shape[1]
     later = gl.convert_layout(b, LAYOUT)
-    t = warpgroup_mma(later, v.slice(64, 64), total, use_acc=use_total, is_async=True)
-    return warpgroup_mma(gl.convert_layout(a, LAYOUT), v.slice(0, 64), t, is_async=True)
+    t = warpgroup_mma(later, v.slice(N, N), total, use_acc=use_total, is_async=True)
+    return warpgroup_mma(gl.convert_layout(a, LAYOUT), v.slice(0, N), t, is_async=True)
 
 
 @gluon.jit
@@ -234,6 +267,30 @@ def low_part(x, high):
         return (x - high.to(gl.float32)).to(gl.bfloat16)
 
 
+@gluon.jit
+def store_rows(
+    acc, high_s, low_s, o_desc, low_desc, row, column, start, length,
+    HAS_LOW: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """O and its low-order part, through shared memory that only this consumer uses, and as many
+    columns at once as that has."""
+    if acc.shape[1] > high_s.shape[1]:
+        a, b = halves(acc)
+        store_rows(a, high_s, low_s, o_desc, low_desc, row, column, start, length, HAS_LOW, PACKED)
+        column += a.shape[1]
+        store_rows(b, high_s, low_s, o_desc, low_desc, row, column, start, length, HAS_LOW, PACKED)
+    else:
+        high = high_part(acc, high_s.dtype)
+        tma.store_wait(0)
+        high_s.store(high)
+        if HAS_LOW:
+            low_s.store(low_part(acc, high))
+        fence_async_shared()
+        store_tile(o_desc, row, column, start, length, high_s, PACKED)
+        if HAS_LOW:
+            store_tile(low_desc, row, column, start, length, low_s, PACKED)
+
+
 __all__ = [
     "LANES",
     "NOTHING",
@@ -245,9 +302,12 @@ __all__ = [
     "hidden_after",
     "hidden_outside",
     "high_part",
+    "join_total",
     "low_part",
     "opaque_zeros",
     "put_away",
     "softened",
+    "split",
+    "store_rows",
     "whole",
 ]

@@ -22,7 +22,7 @@ FIELDS = gl.constexpr(8)
 query token, queries, first key token, keys, first query tile (of all sequences'); the sequence's
 own number; one unused."""
 TILE = gl.constexpr(128)
-"""Queries of a tile and keys of a block in the forward pass."""
+"""Queries of a tile in the forward pass."""
 _END = gl.constexpr(2**30)
 """Rows of a sequence in a ragged descriptor, of which its own are the last."""
 
@@ -122,7 +122,10 @@ def keys_of(first_row, last_row, sq, sk, left, right):
 
 
 @gluon.jit
-def key_blocks_of(m, key_blocks, sq, sk, left, right, CAUSAL: gl.constexpr, BAND: gl.constexpr):
+def key_blocks_of(
+    m, key_blocks, sq, sk, left, right,
+    BN: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
+):  # fmt: skip
     """(last block that query tile m sees, how many); one that is hidden where it sees none.
 
     Under a plain causal mask there are as many as query tiles.
@@ -133,17 +136,17 @@ def key_blocks_of(m, key_blocks, sq, sk, left, right, CAUSAL: gl.constexpr, BAND
         first_key, last_key = keys_of(
             m * TILE, gl.minimum(m * TILE + TILE, sq) - 1, sq, sk, left, right
         )
-        last = gl.maximum(last_key, 0) // TILE
-        blocks = last + 1 - gl.minimum(first_key // TILE, last)
+        last = gl.maximum(last_key, 0) // BN
+        blocks = last + 1 - gl.minimum(first_key // BN, last)
     return last, blocks
 
 
 @gluon.jit
-def limits_of(m, last, sq, sk, left, right, W: gl.constexpr):
+def limits_of(m, last, sq, sk, left, right, W: gl.constexpr, BN: gl.constexpr):
     """Of this consumer's first query, against the first key of block ``last``: the last key that
     it may see, its first one, and the last one that there is."""
-    middle = m * TILE + W * 64 + (sk - sq) - last * TILE
-    return middle + right, middle - left, sk - 1 - last * TILE
+    middle = m * TILE + W * 64 + (sk - sq) - last * BN
+    return middle + right, middle - left, sk - 1 - last * BN
 
 
 @gluon.jit
@@ -153,24 +156,41 @@ def at_edge(right, left, end, BN: gl.constexpr):
 
 
 @gluon.jit
+def _place_in(row, column, start, length, RANK: gl.constexpr, PACKED: gl.constexpr):
+    """Coordinates in a descriptor (`descriptors.tiled`)."""
+    if RANK == 5:
+        return _END, start + length, column // 8, _END - length + row, 0
+    elif PACKED:
+        return _END, start + length, _END - length + row, column
+    elif RANK == 3:
+        return column // 8, row, 0
+    else:
+        return row, column
+
+
+@gluon.jit
 def load_tile(desc, row, column, start, length, full, target, PACKED: gl.constexpr):
     """Start a copy to shared memory of which the barrier learns: rows from ``row`` on of a sequence
     of ``length`` tokens, which packed ones begin at token ``start``; zeros past its end."""
-    if PACKED:
-        place = [_END, start + length, _END - length + row, column]
-        tma.async_copy_global_to_shared(desc, place, full, target)
-    else:
-        tma.async_copy_global_to_shared(desc, [row, column], full, target)
+    place = _place_in(row, column, start, length, len(desc.block_type.shape), PACKED)
+    tma.async_copy_global_to_shared(desc, place, full, target)
+
+
+@gluon.jit
+def load_parts(
+    desc, row, column, start, length, full, ring, slot, PARTS: gl.constexpr, PACKED: gl.constexpr
+):
+    """`load_tile` to a slot of a ring whose tiles hold so many columns side by side as one."""
+    for part in gl.static_range(PARTS):
+        target = ring.index(slot * PARTS + part)
+        load_tile(desc, row, column + part * target.shape[1], start, length, full, target, PACKED)
 
 
 @gluon.jit
 def store_tile(desc, row, column, start, length, source, PACKED: gl.constexpr):
     """The inverse of `load_tile`; nothing is written past the sequence's end."""
-    if PACKED:
-        place = [_END, start + length, _END - length + row, column]
-        tma.async_copy_shared_to_global(desc, place, source)
-    else:
-        tma.async_copy_shared_to_global(desc, [row, column], source)
+    place = _place_in(row, column, start, length, len(desc.block_type.shape), PACKED)
+    tma.async_copy_shared_to_global(desc, place, source)
 
 
 __all__ = [
@@ -182,6 +202,7 @@ __all__ = [
     "item_at",
     "key_blocks_of",
     "limits_of",
+    "load_parts",
     "load_tile",
     "place_of",
     "query_tiles_of",

@@ -42,7 +42,7 @@ def test_delta_error(name: str, n: int) -> None:
         assert ours.dq_error < 0.1 < plain.dq_error
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_saturated_sink_is_within_twice_a_float32_output(d: int) -> None:
     """The sum of the rounded P must be truncated as P V is: additions in float32 gave 3 times."""
     tensors = [x[None] for x in make_regime("one", heads=24, n=512, d=d, device=DEVICE)]
