@@ -84,7 +84,6 @@ _NOT_ON_HOPPER = frozenset(
     }
 )  # fmt: skip
 _NOT_FORWARD = frozenset({"dynamic_max", "o_lo in int8 or fp32", "dropout", "softcap"})
-WIDE_BACKWARD = backward  # or hopper.backward: of head dims above 128
 # Of the head dims beside 64 and 128; nobody has tried them there.
 _NOT_BESIDE_64_AND_128 = frozenset({"softcap", "dropout", "paper_bf16", "chunks", *PROJECTING})
 KERNEL_SETS = (
@@ -123,7 +122,7 @@ KERNEL_SETS = (
         mixed_head_dims=((192, 128),),
         forward=hopper.forward,
         preprocess=preprocess,
-        backward=WIDE_BACKWARD,
+        backward=backward,
     ),
     KernelSet(
         name="triton",

@@ -45,7 +45,8 @@ for d, dv, right, stabilizer, dropout in tiles[::3] if few else tiles:
         wide = (d, dv, stabilizer) in ((256, 256, "none"), (192, 128, "compensated"))
         if arch == "sm90" and (wide or d == dv in (64, 96, 128) and stabilizer == "compensated"):
             hopper.forward(p, q, k, v, extras=extras, with_lse=False)
-            hopper.backward(p, g, q, k, v, lse=lse, delta=delta, extras=extras)
+            if not wide:
+                hopper.backward(p, g, q, k, v, lse=lse, delta=delta, extras=extras)
     for launch in launches:
         x = aot.compile_launch(launch, arch)
         rows.append(dict(kernel=x.name, d=d, dv=dv, dropout=dropout, registers=x.registers,
@@ -91,7 +92,7 @@ def test_shipped_tiles_compile_and_fit(arch, which, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
-    counts = {"few": 15, "all": 43} if arch != "sm90" else {"few": 23, "all": 65}
+    counts = {"few": 15, "all": 43} if arch != "sm90" else {"few": 20, "all": 59}
     assert len(rows) == counts[which]
     for row in rows:
         assert row["shared"] <= row["limit"], row

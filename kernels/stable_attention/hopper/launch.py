@@ -40,9 +40,8 @@ from stable_attention.hopper.plan import (
     units,
 )
 from stable_attention.hopper.rows import places_kernel, rows_kernel, sum_kernel
-from stable_attention.hopper.shapes import FORWARD, TILES, WIDE, width
+from stable_attention.hopper.shapes import FORWARD, TILES, width
 from stable_attention.hopper.tiles import FIELDS, TILE
-from stable_attention.hopper.wide import PIECE, wide_kernel
 from stable_attention.layouts import strides
 from stable_attention.problem import Extras, Problem
 from stable_attention.stabilizers import KNOWN
@@ -230,26 +229,17 @@ def _launch(
     if parts > 1 or add:
         rows = plan.entries * problem.kv_heads * parts * key_tiles * bn
         partial = new((2, rows, width(problem.d)), dtype=torch.float32)
-    if problem.d > 128:
-        launch(
-            wide_kernel,
-            (plan,),
-            (q, k, v, dout, dk, dv, shift, padded, sums, turns, counter, of_keys),
-            functools.partial(_wide_arguments, plan),
-            own=6,
-        )
-    else:
-        launch(
-            backward_kernel,
-            (plan, add),
-            (
-                q, k, v, dout, *((None, None) if add else (dk, dv)),
-                extras.seed if problem.dropout_p > 0 else None,
-                shift, padded, sums, turns, counter, of_keys, partial,
-            ),
-            functools.partial(_backward_arguments, plan),
-            own=7,
-        )  # fmt: skip
+    launch(
+        backward_kernel,
+        (plan, add),
+        (
+            q, k, v, dout, *((None, None) if add else (dk, dv)),
+            extras.seed if problem.dropout_p > 0 else None,
+            shift, padded, sums, turns, counter, of_keys, partial,
+        ),
+        functools.partial(_backward_arguments, plan),
+        own=7,
+    )  # fmt: skip
     touched = turns if plan.band else None
     todo = [(dq, sums, touched, of_queries, False, problem.scale)]
     if partial is not None:
@@ -293,8 +283,7 @@ def _sum_arguments(
         total, out, *others, *strides(out, problem.layout), length, heads, tiles, scale,
     )  # fmt: skip
     named: dict[str, object] = {
-        "ROWS": rows, "D": total.shape[1], "C": triton.next_power_of_2(total.shape[1]),
-        "WIDTH": problem.d, "PARTS": plan.parts if keys else 1,
+        "ROWS": rows, "D": total.shape[1], "WIDTH": problem.d, "PARTS": plan.parts if keys else 1,
         "TURNS": others[0] is not None, "PACKED": problem.varlen, "LATER": int(keys),
         "ADD": add, "num_warps": rows // 16,
     }  # fmt: skip
@@ -389,47 +378,6 @@ def _backward_arguments(
         "SUMS": small[-1] is not None,
         # At d = 64 the scores of the next tile have no registers left.
         "AHEAD": d == 128,
-        # Of a consumer; what the kernel starts with leaves these to it.
-        "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
-    }  # fmt: skip
-    return (min(heads * key_tiles, _processors(q.device)),), positional, named
-
-
-def _wide_arguments(
-    plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    shift: torch.Tensor,
-    delta: torch.Tensor,
-    sums: torch.Tensor,
-    *small: torch.Tensor | None,
-) -> Arguments:
-    """As `_backward_arguments`; a causal mask is a band, too, and gradients have no descriptors."""
-    problem, key_tiles = plan.problem, plan.key_tiles
-    d, width_v, layout = width(problem.d), width(problem.dv), problem.layout
-    bm, bn = TILES[d]
-    columns = FORWARD[d, width_v].columns
-    heads = plan.entries * problem.kv_heads
-    bounds, masked = mask(problem, square=False)
-    positional = (
-        tiled(q, layout, bm, columns), tiled(k, layout, bn, columns),
-        tiled(v, layout, bn, width_v), tiled(dout, layout, bm, width_v),
-        _of_rows(shift), _of_rows(delta), dk, dv,
-        described(sums, list(sums.shape), [d, 1], [bm, PIECE.value]),
-        *small,
-        *(s for x in (q, k, v, dout) for s in steps(x, layout)),
-        *(s for x in (dk, dv) for s in strides(x, layout)),
-        problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
-        head_block(problem), problem.kv_heads, units(problem)[0], problem.scale,
-    )  # fmt: skip
-    named: dict[str, object] = {
-        "D": d, "DV": width_v, **WIDE[d],
-        "BAND": bool(masked["BAND"]) or problem.sk % bn != 0,
-        "PACKED": problem.varlen, "GROUP": problem.group,
         # Of a consumer; what the kernel starts with leaves these to it.
         "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip

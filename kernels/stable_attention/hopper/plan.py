@@ -18,9 +18,6 @@ L2_BYTES = {True: 12 * 2**20, False: 24 * 2**20}
 """Causal or not -> bytes of Q, K, V and dO that a group of heads may have in the backward pass.
 Without a mask all key tiles of a head start at its first query tile, one after the other: more
 heads, less waiting."""
-WIDE_HEADS = 8
-"""Head dims above 128: heads of a group at least. With fewer, more key tiles of a head run at once,
-each of which waits for the one before."""
 FAR = 2**30
 """Keys to the side that no window has."""
 PROCESSORS = 132
@@ -75,28 +72,32 @@ class Plan:
     problem: Problem
     band: bool
     entries: int
-    parts: int
-    """`splits`."""
     query_tiles: int
     """Of a head in the forward pass; of packed sequences a bound."""
+    parts: int
+    """`splits`; with the tiles of the backward pass 0 for head dims that have none here."""
     backward_tiles: int
     """Of a head in the backward pass; of packed sequences a bound on those of keys too."""
     key_tiles: int
 
     @classmethod
     def of(cls, problem: Problem) -> Plan:
-        (bm, bn), most = TILES[width(problem.d)], max(problem.tq, problem.tk)
+        most = max(problem.tq, problem.tk)
 
         def tiles(length: int, rows: int) -> int:
             if problem.varlen:
                 return triton.cdiv(most, rows) + problem.batch
             return triton.cdiv(length, rows)
 
+        parts = backward_tiles = key_tiles = 0
+        if width(problem.d) in TILES:
+            bm, bn = TILES[width(problem.d)]
+            parts = splits(problem)
+            backward_tiles = tiles(problem.sq, bm)
+            key_tiles = tiles(problem.sk, min(bm, bn) if problem.varlen else bn)
         return cls(
-            problem, _banded(problem), entries(problem), splits(problem),
-            query_tiles=tiles(problem.sq, TILE.value),
-            backward_tiles=tiles(problem.sq, bm),
-            key_tiles=tiles(problem.sk, min(bm, bn) if problem.varlen else bn),
+            problem, _banded(problem), entries(problem), tiles(problem.sq, TILE.value),
+            parts, backward_tiles, key_tiles,
         )  # fmt: skip
 
 
@@ -108,8 +109,6 @@ def splits(problem: Problem) -> int:
     of each part go through memory. Reckoned in query tiles of one processor, and for a batch of
     one: the bits of a sequence do not depend on what else there is.
     """
-    if problem.d > 128:
-        return 1
     bm, bn = TILES[width(problem.d)]
     left, right = reach(problem)
     uneven = right != FAR and left == FAR
@@ -130,10 +129,8 @@ def splits(problem: Problem) -> int:
 
 def head_block(problem: Problem, parts: int = 1) -> int:
     """Parts of key/value heads of a group in the backward pass, counted over the batch."""
-    one = 2 * (problem.d + problem.dv) * (problem.sk + problem.group // parts * problem.sq)
+    one = 4 * problem.d * (problem.sk + problem.group // parts * problem.sq)
     most = L2_BYTES[reach(problem)[1] != FAR] // max(1, one)
-    if problem.d > 128:
-        most = max(most, WIDE_HEADS)
     return divisor(entries(problem) * problem.kv_heads * parts, most)
 
 

@@ -132,8 +132,6 @@ def backward_producer(
     item_slot = 0
     item_parity = 0
     key_parity = 0
-    D_PARTS: gl.constexpr = q_s.shape[0] // PAIR
-    DO_SLOTS: gl.constexpr = do_s.shape[0]
     tiles = key_tiles
     if PACKED:
         tiles = gl.load(counter + 2)
@@ -153,12 +151,9 @@ def backward_producer(
             part = head % kv_heads
             hk = part // SPLITS
             mbarrier.wait(k_empty, key_parity ^ 1)
-            mbarrier.expect(k_full, D_PARTS * k_desc.block_type.nbytes)
+            mbarrier.expect(k_full, k_desc.block_type.nbytes)
             column = b * stride_kb + hk * stride_kh
-            if D_PARTS == 1:
-                load_tile(k_desc, n * BN, column, start_k, keys, k_full, k_s, PACKED)
-            else:
-                load_parts(k_desc, n * BN, column, start_k, keys, k_full, k_s, 0, D_PARTS, PACKED)
+            load_tile(k_desc, n * BN, column, start_k, keys, k_full, k_s, PACKED)
             mbarrier.wait(v_empty, key_parity ^ 1)
             mbarrier.expect(v_full, v_desc.block_type.nbytes)
             column = b * stride_vb + hk * stride_vh
@@ -177,31 +172,26 @@ def backward_producer(
                     mbarrier.wait(q_empty.index(slot), parity ^ 1)
                     mbarrier.expect(
                         q_full.index(slot),
-                        D_PARTS * q_desc.block_type.nbytes + shift_desc.block_type.nbytes,
+                        q_desc.block_type.nbytes + shift_desc.block_type.nbytes,
                     )
-                    load_parts(
+                    load_tile(
                         q_desc, m * BM, q_column, start_q, queries, q_full.index(slot),
-                        q_s, slot, D_PARTS, PACKED,
+                        q_s.index(slot), PACKED,
                     )  # fmt: skip
                     tma.async_copy_global_to_shared(
                         shift_desc, [row + m, 0], q_full.index(slot), shift_s.index(slot)
                     )
-                    do_slot = slot
-                    do_parity = parity
-                    if DO_SLOTS == 1:
-                        do_slot = 0
-                        do_parity = slot
-                    mbarrier.wait(do_empty.index(do_slot), do_parity ^ 1)
+                    mbarrier.wait(do_empty.index(slot), parity ^ 1)
                     mbarrier.expect(
-                        do_full.index(do_slot),
+                        do_full.index(slot),
                         do_desc.block_type.nbytes + delta_desc.block_type.nbytes,
                     )
                     load_tile(
-                        do_desc, m * BM, do_column, start_q, queries, do_full.index(do_slot),
-                        do_s.index(do_slot), PACKED,
+                        do_desc, m * BM, do_column, start_q, queries, do_full.index(slot),
+                        do_s.index(slot), PACKED,
                     )  # fmt: skip
                     tma.async_copy_global_to_shared(
-                        delta_desc, [row + m, 0], do_full.index(do_slot), delta_s.index(slot)
+                        delta_desc, [row + m, 0], do_full.index(slot), delta_s.index(slot)
                     )
                     slot, parity = advance(slot, parity, PAIR)
             item = next_item(counter, -1)

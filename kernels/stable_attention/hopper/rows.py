@@ -117,14 +117,13 @@ def rows_kernel(
 def sum_kernel(
     sum_ptr, out_ptr, turns_ptr, counter_ptr, places_ptr, stride_b, stride_s, stride_h,
     s, heads, tiles, scale,
-    ROWS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, TURNS: tl.constexpr, PACKED: tl.constexpr, LATER: tl.constexpr,
-    ADD: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    TURNS: tl.constexpr, PACKED: tl.constexpr, LATER: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """A gradient tile in its own type and layout from PARTS float32 sums, in their order.
 
-    Rows of sums have D numbers, WIDTH of which count; C is a power of two, D at least. With TURNS,
-    those of a tile to which nobody added are 0. LATER: tiles are of keys. ADD: to what is there.
+    Rows of sums have D numbers, WIDTH of which count. With TURNS, those of a tile to which nobody
+    added are 0. LATER: tiles are of keys. ADD: to what is there.
     """
     tile = tl.program_id(0)
     head = tile // tiles
@@ -140,21 +139,18 @@ def sum_kernel(
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     first = (head * PARTS * tiles + t).to(tl.int64) * (ROWS * D)
-    ok = None
-    if WIDTH < C:
-        ok = (tl.arange(0, C) < WIDTH)[None, :]
-    total = tl.load(sum_ptr + first + tile_offsets(D, ROWS, C), mask=ok)
+    total = tl.load(sum_ptr + first + tile_offsets(D, ROWS, D))
     for _part in tl.static_range(1, PARTS):
         first += tiles.to(tl.int64) * (ROWS * D)
-        total += tl.load(sum_ptr + first + tile_offsets(D, ROWS, C), mask=ok)
+        total += tl.load(sum_ptr + first + tile_offsets(D, ROWS, D))
     if TURNS:
         total = tl.where(tl.load(turns_ptr + tile) > 0, total, 0.0)
     where = out_ptr + b * stride_b + h * stride_h + tl.cast(start, tl.int64) * stride_s
     total *= scale
     if ADD:
-        off = tile_offsets(stride_s, ROWS, C)
-        total += load_tile(where, off, n * ROWS, stride_s, s, ROWS, C, WIDTH, True, POINTERS, 0)
-    store_tile(where, total, n * ROWS, stride_s, s, ROWS, C, WIDTH)
+        off = tile_offsets(stride_s, ROWS, D)
+        total += load_tile(where, off, n * ROWS, stride_s, s, ROWS, D, WIDTH, True, POINTERS, 0)
+    store_tile(where, total, n * ROWS, stride_s, s, ROWS, D, WIDTH)
 
 
 __all__ = ["places_kernel", "rows_kernel", "sum_kernel"]

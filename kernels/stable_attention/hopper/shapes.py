@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-TILES = {64: (128, 128), 128: (64, 128), 192: (64, 64), 256: (64, 64)}
-"""Head dim of q and k -> (queries, keys) of a tile of the backward pass: what shared memory and
-registers hold."""
+TILES = {64: (128, 128), 128: (64, 128)}
+"""Head dim -> (queries, keys) of a tile of the backward pass, which serves no others: what shared
+memory and registers hold. 64 keys are each consumer's."""
 
 
 def width(d: int) -> int:
     """Head dim as the kernels see it: what a tile has more reads as zeros."""
-    return d if d in TILES else 128
+    return 128 if d == 96 else d
 
 
 class Tile(NamedTuple):
@@ -38,8 +38,6 @@ FORWARD = {
     (256, 256): Tile(64, 256, 2, q_slots=1, out=64, segments=False),
 }
 """(head dim of q and k, of v) -> tile."""
-WIDE = {192: {"DO_SLOTS": 2, "ROUNDS": 2}, 256: {"DO_SLOTS": 1, "ROUNDS": 1}}
-"""Head dim of q and k -> tiles of dO, and buffers of dQ's columns, that shared memory holds."""
 
 
-__all__ = ["FORWARD", "TILES", "WIDE", "Tile", "width"]
+__all__ = ["FORWARD", "TILES", "Tile", "width"]
