@@ -386,19 +386,19 @@ def score_bytes(run: RunConfig, n: RankShapes) -> int:
     return row.score_bytes(n, _keys(run, n)) + sums + carrier
 
 
-def _summed(run: RunConfig, n: RankShapes, head_dims: tuple[tuple[int, int], ...]) -> int:
+def _summed(run: RunConfig, n: RankShapes, head_dims: tuple[int, ...]) -> int:
     """Numbers that the backward pass on sm_90 adds up; a bound (`hopper.launch.splits`)."""
     if (
         run.training.device != "cuda"
-        or (n.d, n.dv) not in head_dims
+        or n.d != n.dv
+        or n.d not in head_dims
         or run.parallel.context_parallel_size > 1
         or run.model.attention_dropout > 0
     ):
         return 0
-    columns = -(-n.d // 64) * 64
     parts = next(x for x in (4, 2, 1) if n.q // n.g % x == 0)
-    of_keys = 2 * n.g * columns * parts if parts > 1 else 0
-    return n.T * (n.q * (columns + 2) + of_keys)
+    of_keys = 2 * n.g * n.d * parts if parts > 1 else 0
+    return n.T * (n.q * (n.d + 2) + of_keys)
 
 
 def _keys(run: RunConfig, n: RankShapes) -> int:

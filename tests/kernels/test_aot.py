@@ -17,6 +17,7 @@ SCRIPT = """
 import json, sys, torch
 from stable_attention import aot
 from stable_attention.hopper import launch as hopper
+from stable_attention.hopper.shapes import FORWARD, TILES, width
 from stable_attention.problem import Extras, Problem
 from stable_attention.triton.backward import backward
 from stable_attention.triton.carrier import carrier
@@ -42,10 +43,10 @@ for d, dv, right, stabilizer, dropout in tiles[::3] if few else tiles:
         delta, _ = preprocess(p, g, r.out, low=r.low, lse=lse, dlse=None, extras=extras)
         carrier(g, delta, layout="bshd", into=r.out, sk=p.sk)
         backward(p, g, q, k, v, lse=lse, delta=delta, extras=extras)
-        wide = (d, dv, stabilizer) in ((256, 256, "none"), (192, 128, "compensated"))
-        if arch == "sm90" and (wide or d == dv in (64, 96, 128) and stabilizer == "compensated"):
+        served = (width(d), width(dv)) in FORWARD and stabilizer in ("none", "compensated")
+        if arch == "sm90" and served and not dropout:
             hopper.forward(p, q, k, v, extras=extras, with_lse=False)
-            if not wide:
+            if d in TILES:
                 hopper.backward(p, g, q, k, v, lse=lse, delta=delta, extras=extras)
     for launch in launches:
         x = aot.compile_launch(launch, arch)
@@ -92,7 +93,7 @@ def test_shipped_tiles_compile_and_fit(arch, which, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
-    counts = {"few": 15, "all": 43} if arch != "sm90" else {"few": 23, "all": 59}
+    counts = {"few": 15, "all": 43} if arch != "sm90" else {"few": 20, "all": 56}
     assert len(rows) == counts[which]
     for row in rows:
         assert row["shared"] <= row["limit"], row

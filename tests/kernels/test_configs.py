@@ -111,7 +111,7 @@ def test_architectures_nobody_compiled_for_are_refused(
         ({"dropout_p": 0.1, "causal": True, "keys": 24}, "triton"),
         ({"stabilizer": "paper_bf16", "allow_broken": True}, "triton"),
         ({"causal": True, "keys": 24}, "hopper"),
-        ({"d": 96}, "hopper_padded"),
+        ({"d": 96}, "hopper_forward"),
         ({"d": 256, "causal": True}, "hopper_forward"),
         ({"d": 192}, "triton"),
         ({"d": 192, "dv": 128}, "hopper_forward"),
@@ -169,6 +169,6 @@ def test_kernel_sets_are_chosen_by_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(dispatch.SELECTED, "hoper")
     with pytest.raises(
         AttentionArgumentError,
-        match="'hoper'; allowed: 'hopper', 'hopper_backward', 'hopper_padded', ",
+        match="'hoper'; allowed: 'hopper', 'hopper_backward', 'hopper_forward', ",
     ):
         dispatch.select(asked, device)

@@ -133,7 +133,7 @@ def _places_arguments(problem: Problem, backward: bool, *tensors: torch.Tensor) 
     positional = (
         *tensors, problem.batch, problem.sq, problem.sk, problem.tq, problem.tk, places.shape[1],
     )  # fmt: skip
-    bm, bn = TILES[width(problem.d)] if backward else (TILE.value, TILE.value)
+    bm, bn = TILES[problem.d] if backward else (TILE.value, TILE.value)
     return (problem.batch, places.shape[0]), positional, {"BM": bm, "BN": bn, "num_warps": 4}
 
 
@@ -153,7 +153,6 @@ def backward(
     """(dQ, dK, dV) as `stable_attention.triton.backward.backward`, whose arguments these are."""
     assert not problem.chunked or not (problem.varlen or problem.dropout_p), "see `dispatch`"
     add = accumulators is not None
-    assert problem.d in (64, 128) or not (add or problem.dropout_p or problem.softcap)
     dq, dk, dv = accumulators or gradients or new_gradients(problem, q, k, v)[1]
     found = room(problem, (q, k, v, dout) if add else (q, k, v, dout, dk, dv))
     if not found or extras.pos_q is not None:
@@ -210,10 +209,10 @@ def _launch(
     add: bool,
 ) -> None:
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
-    bm, bn = TILES[width(problem.d)]
+    bm, bn = TILES[problem.d]
     tiles = plan.entries * problem.heads * plan.backward_tiles
     new = functools.partial(torch.empty, device=q.device)
-    sums = new((tiles * bm, width(problem.d)), dtype=torch.float32)
+    sums = new((tiles * bm, problem.d), dtype=torch.float32)
     shift, padded = new((2, tiles, bm), dtype=torch.float32).unbind()
     turns = new(tiles, dtype=torch.int32)
     counter, places = _places(plan, extras, q.device, backward=True)
@@ -228,7 +227,7 @@ def _launch(
     partial = None
     if parts > 1 or add:
         rows = plan.entries * problem.kv_heads * parts * key_tiles * bn
-        partial = new((2, rows, width(problem.d)), dtype=torch.float32)
+        partial = new((2, rows, problem.d), dtype=torch.float32)
     launch(
         backward_kernel,
         (plan, add),
@@ -263,7 +262,7 @@ def _rows_arguments(plan: Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> Ar
     steps = (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
     positional = (lse, *tensors, *steps, problem.sq, problem.heads, tiles)
     named: dict[str, object] = {
-        "BM": TILES[width(problem.d)][0], "PACKED": problem.varlen, "num_warps": 2,
+        "BM": TILES[problem.d][0], "PACKED": problem.varlen, "num_warps": 2,
     }  # fmt: skip
     return (plan.entries * problem.heads * tiles,), positional, named
 
@@ -273,7 +272,7 @@ def _sum_arguments(
     out: torch.Tensor, total: torch.Tensor, *others: Any,
 ) -> Arguments:  # fmt: skip
     problem = plan.problem
-    bm, bn = TILES[width(problem.d)]
+    bm, bn = TILES[problem.d]
     heads, length, tiles, rows = (
         (problem.kv_heads, problem.sk, plan.key_tiles, bn)
         if keys
@@ -283,7 +282,7 @@ def _sum_arguments(
         total, out, *others, *strides(out, problem.layout), length, heads, tiles, scale,
     )  # fmt: skip
     named: dict[str, object] = {
-        "ROWS": rows, "D": total.shape[1], "WIDTH": problem.d, "PARTS": plan.parts if keys else 1,
+        "ROWS": rows, "D": problem.d, "PARTS": plan.parts if keys else 1,
         "TURNS": others[0] is not None, "PACKED": problem.varlen, "LATER": int(keys),
         "ADD": add, "num_warps": rows // 16,
     }  # fmt: skip
@@ -354,14 +353,14 @@ def _backward_arguments(
     *small: torch.Tensor | None,
 ) -> Arguments:
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
-    d, layout = width(problem.d), problem.layout
+    d, layout = problem.d, problem.layout
     bm, bn = TILES[d]
     heads = plan.entries * problem.kv_heads * parts
     (bounds, masked), (unit, steepness) = mask(problem), units(problem)
     positional = (
-        *(tiled(x, layout, rows, d) for x, rows in ((q, bm), (k, bn), (v, bn), (dout, bm))),
+        *(tiled(x, layout, rows) for x, rows in ((q, bm), (k, bn), (v, bn), (dout, bm))),
         _of_rows(shift), _of_rows(delta),
-        *(None if x is None else tiled(x, layout, 64, d) for x in (dk, dv)),
+        *(None if x is None else tiled(x, layout, 64) for x in (dk, dv)),
         described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
         *small, seed,
         *(s for x in (q, k, v, dout, dk, dv) for s in ((0, 0) if x is None else steps(x, layout))),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import triton
 
 from stable_attention.hopper.descriptors import entries
-from stable_attention.hopper.shapes import TILES, width
+from stable_attention.hopper.shapes import TILES
 from stable_attention.hopper.tiles import TILE
 from stable_attention.problem import UNLIMITED, Problem
 from stable_attention.triton.launches import KEPT
@@ -90,8 +90,8 @@ class Plan:
             return triton.cdiv(length, rows)
 
         parts = backward_tiles = key_tiles = 0
-        if width(problem.d) in TILES:
-            bm, bn = TILES[width(problem.d)]
+        if problem.d in TILES:
+            bm, bn = TILES[problem.d]
             parts = splits(problem)
             backward_tiles = tiles(problem.sq, bm)
             key_tiles = tiles(problem.sk, min(bm, bn) if problem.varlen else bn)
@@ -109,7 +109,7 @@ def splits(problem: Problem) -> int:
     of each part go through memory. Reckoned in query tiles of one processor, and for a batch of
     one: the bits of a sequence do not depend on what else there is.
     """
-    bm, bn = TILES[width(problem.d)]
+    bm, bn = TILES[problem.d]
     left, right = reach(problem)
     uneven = right != FAR and left == FAR
     queries = problem.sq

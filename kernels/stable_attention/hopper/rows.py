@@ -117,13 +117,13 @@ def rows_kernel(
 def sum_kernel(
     sum_ptr, out_ptr, turns_ptr, counter_ptr, places_ptr, stride_b, stride_s, stride_h,
     s, heads, tiles, scale,
-    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    TURNS: tl.constexpr, PACKED: tl.constexpr, LATER: tl.constexpr, ADD: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
+    PACKED: tl.constexpr, LATER: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """A gradient tile in its own type and layout from PARTS float32 sums, in their order.
 
-    Rows of sums have D numbers, WIDTH of which count. With TURNS, those of a tile to which nobody
-    added are 0. LATER: tiles are of keys. ADD: to what is there.
+    With TURNS, those of a tile to which nobody added are 0. LATER: tiles are of keys. ADD: to what
+    is there.
     """
     tile = tl.program_id(0)
     head = tile // tiles
@@ -149,8 +149,8 @@ def sum_kernel(
     total *= scale
     if ADD:
         off = tile_offsets(stride_s, ROWS, D)
-        total += load_tile(where, off, n * ROWS, stride_s, s, ROWS, D, WIDTH, True, POINTERS, 0)
-    store_tile(where, total, n * ROWS, stride_s, s, ROWS, D, WIDTH)
+        total += load_tile(where, off, n * ROWS, stride_s, s, ROWS, D, D, True, POINTERS, 0)
+    store_tile(where, total, n * ROWS, stride_s, s, ROWS, D, D)
 
 
 __all__ = ["places_kernel", "rows_kernel", "sum_kernel"]

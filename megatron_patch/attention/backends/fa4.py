@@ -58,5 +58,5 @@ BACKEND = Backend(
     install=fa4.INSTALL,
     switchable=True,
     saved_bytes=stable.saved_bytes,
-    summed_head_dims=((64, 64), (96, 96), (128, 128)),
+    summed_head_dims=(64, 96, 128),
 )

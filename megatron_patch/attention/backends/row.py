@@ -145,8 +145,7 @@ class Backend(Capability):
     k and v."""
     score_bytes: Callable[[Any, int], int] = no_scores
     """(`Shapes`, keys a query sees) -> bytes of scores it works on in its backward."""
-    summed_head_dims: tuple[tuple[int, int], ...] = ()
-    """Head dims of q and k, and of v, whose dQ a kernel sums in a float32 buffer
-    (`stable_attention.dispatch`)."""
+    summed_head_dims: tuple[int, ...] = ()
+    """Head dims whose dQ a kernel sums in a float32 buffer (`stable_attention.dispatch`)."""
     warm: Callable[[RunConfig], None] | None = None
     """Compiles what a run needs on the current GPU; None: nothing is compiled."""

@@ -93,6 +93,6 @@ BACKEND = Backend(
     chunk_primitives="stable_attention.chunks",
     switchable=True,
     saved_bytes=saved_bytes,
-    summed_head_dims=((64, 64), (96, 96), (128, 128)),
+    summed_head_dims=(64, 128),
     warm=warm,
 )

@@ -145,7 +145,7 @@ def vars_of(x: ForwardResult) -> tuple[torch.Tensor, ...]:
     return x.out, x.lse, x.row_lse, x.low, x.max_logits
 
 
-@pytest.mark.parametrize(("d", "causal"), [(128, True), (128, False), (96, True)])
+@pytest.mark.parametrize(("d", "causal"), [(128, True), (128, False), (64, True)])
 def test_batches_of_one_and_of_many_give_the_same_bits(d: int, causal: bool) -> None:
     """The order of the additions to dQ does not depend on how much else there is to do."""
     tensors = random_tensors(60, 2, 2, 515, d)
