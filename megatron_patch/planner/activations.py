@@ -388,16 +388,17 @@ def score_bytes(run: RunConfig, n: RankShapes) -> int:
 
 def _summed(run: RunConfig, n: RankShapes, head_dims: tuple[int, ...]) -> int:
     """Numbers that the backward pass on sm_90 adds up; a bound (`hopper.launch.splits`)."""
+    # Of a pair of chunks no more rows than the rank has; all its dK and dV are float32.
+    chunks = run.parallel.context_parallel_size > 1
     if (
         run.training.device != "cuda"
         or n.d != n.dv
         or n.d not in head_dims
-        or run.parallel.context_parallel_size > 1
-        or run.model.attention_dropout > 0
+        or (chunks and run.model.attention_dropout > 0)
     ):
         return 0
     parts = next(x for x in (4, 2, 1) if n.q // n.g % x == 0)
-    of_keys = 2 * n.g * n.d * parts if parts > 1 else 0
+    of_keys = 2 * n.g * n.d * parts if parts > 1 or chunks else 0
     return n.T * (n.q * (n.d + 2) + of_keys)
 
 

@@ -276,13 +276,17 @@ def test_head_dims_whose_dq_is_summed_are_those_of_the_kernels():
 def test_parts_of_query_heads_add_float32_gradients_of_keys():
     from megatron_patch.planner.activations import score_bytes
 
-    def of(heads: int) -> int:
+    def of(heads: int, ranks: int = 1) -> int:
         sizes = SimpleNamespace(T=10, q=heads, g=2, d=64, dv=64, w=2, s=10)
         training = {"device": "cuda", "precision": "bf16"}
-        run = tiny_run(attention={"backend": "stable_flash"}, training=training)
+        run = tiny_run(
+            attention={"backend": "stable_flash"}, training=training,
+            parallel={"context_parallel_size": ranks},
+        )  # fmt: skip
         return score_bytes(run, sizes)
 
     assert of(4) - 2 * of(2) == 4 * 10 * (2 * 2 * 64 * 2)
+    assert of(2, ranks=2) - of(2) == 4 * 10 * (2 * 2 * 64), "chunks add them with one part, too"
 
 
 def switching(backend: str, stabilizer: str, guard: str) -> int:
