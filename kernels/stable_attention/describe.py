@@ -124,7 +124,7 @@ def _signature(
     """All that the checks of a call of q, k and v alone look at; None: such a call is not kept."""
     if options.dropout_p > 0 or torch.compiler.is_compiling():
         return None
-    if any(type(x) not in PLAIN for x in (q, k, v)):
+    if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         return None
     return (
         options, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,

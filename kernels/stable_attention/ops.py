@@ -19,6 +19,7 @@ divided by their sum), O's low-order part, and the small tensors of the call.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,10 +30,11 @@ from torch.autograd import forward_ad
 from stable_attention import dispatch, flops, vendors
 from stable_attention.layouts import readable
 from stable_attention.pieces import PLAIN, joined
-from stable_attention.problem import Extras, Problem, options_of
+from stable_attention.problem import KEPT, Extras, Problem, options_of
 from stable_attention.triton.forward import allocate, forward_kernel
+from stable_attention.triton.passes import repeated
 from stable_attention.triton.preprocess import sink_gradient
-from stable_attention.triton.results import ForwardResult, new_gradients
+from stable_attention.triton.results import new_gradients
 
 # Decided when the kernels are decorated, that is at import.
 _INTERPRETING = type(forward_kernel).__name__ == "InterpretedFunction"
@@ -64,25 +66,25 @@ def _forward(
     See `api.stable_attention` and `triton.results`: of the two LSE one may be empty.
     """
     problem = Problem.decode(spec, q, k, v, sq=sq, sk=sk, sinks=sinks, cu_q=cu_q)
+    vendors.select(problem, q.device)  # refuses what the backward would have to
     extras = Extras(sinks, cu_q, cu_k, start_q, start_k, seed)
-    result = _launch(q, k, v, problem, extras, with_max_logits=with_max_logits, with_lse=with_lse)
-    return result.out, result.lse, result.low, result.max_logits, result.row_lse
+    return _run_forward(problem, q, k, v, extras=extras, wanted=(with_max_logits, with_lse))
 
 
-def _launch(
+def _run_forward(
+    problem: Problem,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    problem: Problem,
-    extras: Extras,
     *,
-    with_max_logits: bool = False,
-    with_lse: bool = False,
-) -> ForwardResult:
-    vendors.select(problem, q.device)  # refuses what the backward would have to
-    return dispatch.select(problem, q.device).forward(
-        problem, q, k, v, extras=extras, with_max_logits=with_max_logits, with_lse=with_lse
+    extras: Extras,
+    wanted: tuple[bool, bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`_forward`; ``wanted``: with_max_logits, with_lse."""
+    result = dispatch.select(problem, q.device).forward(
+        problem, q, k, v, extras=extras, with_max_logits=wanted[0], with_lse=wanted[1]
     )
+    return result.out, result.lse, result.low, result.max_logits, result.row_lse
 
 
 def _forward_fake(
@@ -122,7 +124,30 @@ def _backward(
     """
     problem = Problem.decode(spec, q, k, v, sq=sq, sk=sk, sinks=sinks, cu_q=cu_q)
     extras = Extras(sinks, cu_q, cu_k, start_q, start_k, seed)
-    kernels = dispatch.select(problem, q.device)
+    found = _run_backward(
+        problem, dout, q, k, v,
+        dlse=dlse, out=out, lse=lse, low=low, extras=extras, together=together,
+    )  # fmt: skip
+    dq, dk, dv, dsinks = (q.new_empty(0) if x is None else x for x in found)
+    return dq, dk, dv, dsinks
+
+
+def _run_backward(
+    problem: Problem,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    dlse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    low: torch.Tensor,
+    extras: Extras,
+    together: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """`_backward`, with None for what is empty."""
+    kernels, sinks = dispatch.select(problem, q.device), extras.sinks
     delta, dsinks = kernels.preprocess(
         problem, dout, out, low=low, lse=lse, dlse=dlse, extras=extras
     )
@@ -137,11 +162,8 @@ def _backward(
         )
     if sinks is not None and problem.planes > 1:
         dsinks = sink_gradient(problem, delta)
-    if whole is not None:
-        dq, dk, dv = whole, q.new_empty(0), q.new_empty(0)
-    if sinks is None or dsinks is None:
-        return dq, dk, dv, q.new_empty(0)
-    return dq, dk, dv, dsinks.to(sinks.dtype)
+    dsinks = None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
+    return (dq, dk, dv, dsinks) if whole is None else (whole, None, None, dsinks)
 
 
 def _backward_fake(
@@ -177,8 +199,6 @@ def _define(
 forward_op = _define("forward", _forward, _forward_fake)
 backward_op = _define("backward", _backward, _backward_fake)
 flops.register(forward_op, backward_op)
-_forward_here, _backward_here = dispatch.on_device(_forward), dispatch.on_device(_backward)
-_launch_here = dispatch.on_device(_launch)
 
 
 def _unseen(tensors: tuple[torch.Tensor | None, ...]) -> bool:
@@ -203,9 +223,110 @@ def _unseen(tensors: tuple[torch.Tensor | None, ...]) -> bool:
     return True
 
 
-def _text(spec: str | Problem) -> str:
-    """What an operator takes: calls that nobody sees hand on the `Problem` itself."""
-    return spec if isinstance(spec, str) else spec.encode()
+def _known(problem: Problem) -> tuple[object, ...]:
+    """What, with the kinds of its tensors, decides which pass a call takes."""
+    return id(problem), dispatch.allowed(), len(vendors.AUTO)
+
+
+@dispatch.on_device
+def _forward_pass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *small: torch.Tensor | None,
+    problem: Problem,
+    alone: bool,
+    wanted: tuple[bool, bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """`_run_forward`; ``alone``: O and what its backward reads, an LSE and the low-order part."""
+    found = _run_forward(problem, q, k, v, extras=Extras(*small), wanted=wanted)
+    return (found[0], _read_back(found), found[2]) if alone else found
+
+
+def _read_back(found: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The LSE that P of the backward is made of."""
+    # By the shape, so that a call without rows is told, too: of (0,) one has one dimension.
+    return found[4] if found[4].dim() > 1 else found[1]
+
+
+def _forward_unseen(
+    problem: Problem,
+    tensors: tuple[torch.Tensor | None, ...],
+    *,
+    alone: bool = False,
+    wanted: tuple[bool, bool] = (False, False),
+) -> tuple[Any, ...]:
+    """`_forward_pass` of (q, k, v, sinks, ...), repeated where it is known."""
+    run = functools.partial(_forward_pass, problem=problem, alone=alone, wanted=wanted)
+    return repeated((*_known(problem), alone, wanted), problem, tensors, run)
+
+
+@dispatch.on_device
+def _backward_pass(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    low: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *small: torch.Tensor | None,
+    problem: Problem,
+    near: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """`_run_backward`; ``near``: q, k and v may be pieces of one buffer."""
+    return _run_backward(
+        problem, readable(dout, problem.layout), q, k, v,
+        dlse=dlse, out=out, lse=lse, low=low, extras=Extras(*small),
+        together=near and _together(q, k, v),
+    )  # fmt: skip
+
+
+def _backward_unseen(
+    problem: Problem, tensors: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """`_backward_pass` of (dO, dLSE, O, ...), repeated where it is known."""
+    q, k, v = tensors[5:8]
+    assert q is not None and k is not None and v is not None
+    # Pieces of one buffer are; what is and is no such piece has its gradient there all the same.
+    near = k.data_ptr() - q.data_ptr() == v.data_ptr() - k.data_ptr() == problem.d * 2
+    run = functools.partial(_backward_pass, problem=problem, near=near)
+    return repeated((*_known(problem), near), problem, tensors, run)
+
+
+def _together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    return q.numel() > 0 and joined((q, k, v)) is not None
+
+
+def _gradients(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """(dQ, dK, dV, dSinks) of a call that was saved in ``ctx``."""
+    out, lse, low, q, k, v, *small = ctx.saved_tensors
+    if dlse is not None:
+        # An LSE that nobody asked for is (0,), and so is its gradient: no rows to read.
+        dlse = dlse.contiguous() if dlse.dim() > 1 else None
+    if dout is None and dlse is None:
+        return None, None, None, None
+    if dout is None:
+        dout = torch.zeros_like(out)
+    tensors = (dout, dlse, out, lse, low, q, k, v, *small)
+    (sq, sk), spec = ctx.lengths, ctx.spec
+    # With gradients of gradients the operator has something to say (`_Once`).
+    if not torch.is_grad_enabled() and _unseen(tensors):
+        problem = Problem.decode(spec, q, k, v, sq=sq, sk=sk, sinks=small[0], cu_q=small[1])
+        dq, dk, dv, dsinks = _backward_unseen(problem, tensors)
+        together = dk is None
+    else:
+        options = options_of(spec) if isinstance(spec, str) else spec
+        dout, together = readable(dout, options.layout), _together(q, k, v)
+        spec = spec if isinstance(spec, str) else spec.encode()
+        dq, dk, dv, dsinks = backward_op(dout, *tensors[1:], sq, sk, spec, together)
+    if together:
+        assert dq is not None
+        dq, dk, dv = dq.split_with_sizes([x.shape[-1] for x in (q, k, v)], -1)
+    return dq, dk, dv, None if small[0] is None else dsinks
 
 
 class _Attention(torch.autograd.Function):
@@ -215,15 +336,14 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, cu_q, cu_k, start_q, start_k, seed, sq, sk, spec, *wanted):
         tensors = (q, k, v, sinks, cu_q, cu_k, start_q, start_k, seed)
         if _unseen(tensors):
-            out, lse, low, max_logits, row_lse = _forward_here(*tensors, sq, sk, spec, *wanted)
+            problem = Problem.decode(spec, q, k, v, sq=sq, sk=sk, sinks=sinks, cu_q=cu_q)
+            found = _forward_unseen(problem, tensors, wanted=wanted)
         else:
+            spec = spec if isinstance(spec, str) else spec.encode()
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse, low, max_logits, row_lse = forward_op(
-                    *tensors, sq, sk, _text(spec), *wanted
-                )
-        # By the shape, so that a call without rows is told, too: of (0,) one has one dimension.
-        own_rows = row_lse.dim() > 1
-        ctx.save_for_backward(out, row_lse if own_rows else lse, low, *tensors)
+                found = forward_op(*tensors, sq, sk, spec, *wanted)
+        out, lse, low, max_logits, row_lse = found
+        ctx.save_for_backward(out, _read_back(found), low, *tensors)
         ctx.lengths, ctx.spec = (sq, sk), spec
         ctx.mark_non_differentiable(low, max_logits, row_lse)
         ctx.set_materialize_grads(False)
@@ -231,46 +351,28 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse, _dlow, _dmax, _drows):
-        out, lse, low, q, k, v, sinks, *small = ctx.saved_tensors
-        # cu_q, cu_k, start_q, start_k, seed; sq, sk, spec, with_max_logits, with_lse
-        others = (None,) * 10
-        if dlse is not None:
-            # An LSE that nobody asked for is (0,), and so is its gradient: no rows to read.
-            dlse = dlse.contiguous() if dlse.dim() > 1 else None
-        if dout is None and dlse is None:
-            return None, None, None, None, *others
-        if dout is None:
-            dout = torch.zeros_like(out)
-        spec = ctx.spec
-        options = options_of(spec) if isinstance(spec, str) else spec
-        dout = readable(dout, options.layout)
-        together = q.numel() > 0 and joined((q, k, v)) is not None
-        tensors = (dout, dlse, out, lse, low, q, k, v, sinks, *small)
-        # With gradients of gradients the operator has something to say (`_Once`).
-        direct = not torch.is_grad_enabled() and _unseen(tensors)
-        run: Callable[..., tuple[torch.Tensor, ...]] = _backward_here if direct else backward_op
-        spec = spec if direct else _text(spec)
-        dq, dk, dv, dsinks = run(*tensors, *ctx.lengths, spec, together)
-        if together:
-            dq, dk, dv = dq.split_with_sizes([x.shape[-1] for x in (q, k, v)], -1)
-        return dq, dk, dv, None if sinks is None else dsinks, *others
+        # Without one for cu_q, cu_k, start_q, start_k, seed; sq, sk, spec, and what is wanted.
+        return (*_gradients(ctx, dout, dlse), *(None,) * 10)
 
 
 class _Alone(torch.autograd.Function):
     """The rule of a call that wants O alone and that nobody sees: one output, and few arguments."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, problem, extras):
-        found = _launch_here(q, k, v, problem, extras)
-        lse = found.row_lse if found.row_lse.dim() > 1 else found.lse
-        ctx.save_for_backward(found.out, lse, found.low, q, k, v, *extras[:6])
+    def forward(ctx, q, k, v, sinks, problem, tensors):
+        out, lse, low = _forward_unseen(problem, tensors, alone=True)
+        ctx.save_for_backward(out, lse, low, *tensors)
         ctx.lengths, ctx.spec = (problem.sq, problem.sk), problem
         ctx.set_materialize_grads(False)
-        return found.out
+        return out
 
     @staticmethod
     def backward(ctx, dout):
-        return (*_Attention.backward(ctx, dout, None, None, None, None)[:4], None, None)
+        return (*_gradients(ctx, dout, None), None, None)
+
+
+# `Function.apply` but for what it does for functorch, which would see the call.
+_apply_alone = super(torch.autograd.Function, _Alone).apply
 
 
 class _Once(torch.autograd.Function):
@@ -345,8 +447,12 @@ def _autocast(key: torch._C.DispatchKey) -> Callable[..., Any]:
 for _key in (torch._C.DispatchKey.AutocastCUDA, torch._C.DispatchKey.AutocastCPU):
     _LIBRARY.impl("forward", _autocast(_key), _key.name)
 _LIBRARY.impl("forward", _with_rule(forward_op, _Attention), "Autograd")
-_unseen_forward = _with_rule(_forward_here, _Attention)
 _LIBRARY.impl("backward", _with_rule(backward_op, _Once), "Autograd")
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _own(problem: Problem) -> Problem:
+    return replace(problem, backward="own")
 
 
 def attention(
@@ -363,21 +469,19 @@ def attention(
     """`forward_op` of a call that `describe.describe` has seen; O alone where that is all."""
     if problem.backward not in ("auto", "own") and not torch.is_grad_enabled():
         # Nobody's backward runs, so nothing of it is refused (one query beside cached keys).
-        problem = replace(problem, backward="own")
-    tensors = (
-        q, k, v, extras.sinks, extras.cu_q, extras.cu_k, extras.start_q, extras.start_k,
-        extras.seed,
-    )  # fmt: skip
+        problem = _own(problem)
+    tensors = (q, k, v, *extras[:6])
+    wanted = with_max_logits, with_lse
     if not _unseen(tensors):
-        spec = problem.encode()
-        return forward_op(*tensors, problem.sq, problem.sk, spec, with_max_logits, with_lse)
-    if with_max_logits or with_lse or with_low:
-        return _unseen_forward(*tensors, problem.sq, problem.sk, problem, with_max_logits, with_lse)
+        return forward_op(*tensors, problem.sq, problem.sk, problem.encode(), *wanted)
+    vendors.select(problem, q.device)  # refuses what the backward would have to
     sinks = extras.sinks
     needs = q.requires_grad or k.requires_grad or v.requires_grad
     if torch.is_grad_enabled() and (needs or (sinks is not None and sinks.requires_grad)):
-        return (_Alone.apply(q, k, v, sinks, problem, extras),)
-    return (_launch_here(q, k, v, problem, extras).out,)
+        if with_max_logits or with_lse or with_low:
+            return _Attention.apply(*tensors, problem.sq, problem.sk, problem, *wanted)
+        return (_apply_alone(q, k, v, sinks, problem, tensors),)
+    return _forward_unseen(problem, tensors, wanted=wanted)
 
 
 __all__ = ["attention", "backward_op", "forward_op", "interpreting"]

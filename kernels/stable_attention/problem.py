@@ -38,7 +38,7 @@ KEPT = 1024
 # What torch.compile and torch.export trace with counts as what it stands for.
 _FLOATS, _INTS, _BOOLS = (float, torch.SymFloat), (int, torch.SymInt), (bool, torch.SymBool)
 
-_SIMPLE = (str, int, float, bool, type(None))
+_SIMPLE = frozenset({str, int, float, bool, type(None)})
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -289,16 +289,15 @@ class Options:
             AttentionArgumentError: a value of a wrong type or range.
             TypeError: a keyword that is no option.
         """
+        # Only an immutable object cannot come again with another value.
+        simple = not torch.compiler.is_compiling() and _SIMPLE.issuperset(map(type, named.values()))
+        if simple and window is None and type(causal) is type(allow_broken) is bool:
+            return _parsed(UNLIMITED, 0 if causal else UNLIMITED, allow_broken, **named)
         flag("causal", causal)
         flag("allow_broken", allow_broken)
         left, right = (int(constant(x)) for x in window_bounds(causal, window))
-        simple = not torch.compiler.is_compiling()
-        for x in named.values():
-            simple = simple and type(x) in _SIMPLE
-        # Only an immutable object cannot come again with another value.
-        if simple:
-            return _parsed(left, right, bool(allow_broken), **named)
-        return cls._parse(left, right, bool(allow_broken), **named)
+        parse = _parsed if simple else cls._parse
+        return parse(left, right, bool(allow_broken), **named)
 
     @classmethod
     def _parse(cls, left: int, right: int, allow_broken: bool, **named: Any) -> Options:

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stable_attention import configs, stable_attention
 from stable_attention.hopper import launch as hopper
-from stable_attention.triton import launches, preprocess
+from stable_attention.triton import launches, passes, preprocess
 from stable_attention.triton.launches import launch
 
 NAMES = ("x", "x_desc", "y", "size", "WIDTH")
@@ -206,13 +206,17 @@ def test_lengths_that_never_come_again_do_not_pile_up(monkeypatch: pytest.Monkey
     assert len(kernel.kept) == 1
 
 
-PASSES = {"forward": 115, "backward": 105}
+PASSES = {"forward": 45, "backward": 50}
 """Python calls within the library of one call as in training, by pass, with a few to spare."""
 
 
 def test_a_call_is_few_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's time is counted, not measured: kernels do nothing, launches are kept."""
+    """The host's time is counted, not measured: kernels do nothing, passes are repeated."""
     monkeypatch.setattr(launches, "CompiledKernel", Compiled)
+    monkeypatch.setattr(launches, "_below", lambda compiled, grid: (lambda *_: None, [{}] * 20))
+    monkeypatch.setattr(launches, "_current_stream", lambda device: 0)
+    monkeypatch.setattr(passes, "_stream", lambda device: 0)
+    monkeypatch.setattr(driver, "make_tensordesc_arg", lambda x, meta: [x.base.data_ptr()])
     monkeypatch.setattr(configs, "arch_of", lambda device: "sm90")
     for module in (hopper, preprocess):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -224,15 +228,15 @@ def test_a_call_is_few_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward() -> torch.Tensor:
         return stable_attention(q, k, v, layout="bhsd", causal=True)
 
-    for _ in range(3):
+    for _ in range(4):
         out = forward()
         torch.autograd.grad(out, (q, k, v), dout)
     out = forward()
-    passes = {
+    both = {
         "forward": forward,
         "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
     }
-    for name, run in passes.items():
+    for name, run in both.items():
         seen: collections.Counter[str] = collections.Counter()
 
         def note(frame: FrameType, event: str, argument: object, seen=seen) -> None:
@@ -244,7 +248,7 @@ def test_a_call_is_few_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
             run()
         finally:
             sys.setprofile(None)
-        assert 20 < seen.total() <= PASSES[name], (name, seen.most_common(20))
+        assert 10 < seen.total() <= PASSES[name], (name, seen.most_common(20))
 
 
 class Anything:

@@ -62,8 +62,8 @@ def _aligned(x: torch.Tensor) -> bool:
     return x.device.type == "meta" or x.data_ptr() % 16 == 0
 
 
-def at(x: torch.Tensor | None, template: TensorDescriptor) -> TensorDescriptor:
-    """The descriptor of x, which differs from the checked template in its address alone."""
+def at(x: object, template: TensorDescriptor) -> TensorDescriptor:
+    """The descriptor of x, or of what has its address: the checked template but for that."""
     found = object.__new__(TensorDescriptor)
     found.__dict__.update(template.__dict__)
     found.base = x

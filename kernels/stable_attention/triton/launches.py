@@ -17,7 +17,8 @@ second time. Triton's interpreter compiles nothing, and nothing of it is kept.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -38,12 +39,14 @@ Arguments = tuple[tuple[int, ...], tuple[object, ...], dict[str, object]]
 KEPT = 1024
 """Launches remembered: four a kind of layer, four a pair of chunks under context parallelism."""
 
-_launches: dict[tuple[object, ...], _Launch | None] = {}
+_launches: dict[tuple[object, ...], Any] = {}
+_noting = threading.local()
 KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
 """Whether `_below` was written for this Triton: another's C function may take other arguments under
 the same names."""
-DESCRIBED = 64
-"""Addresses of a described tensor whose descriptors are kept: allocators hand out the same few."""
+DESCRIBED = 1024
+"""Addresses of a described tensor whose descriptors are kept: activations of every layer come back
+to those of the last step."""
 
 
 def _below(compiled: Any, grid: tuple[int, int, int]) -> tuple[Callable[..., None], list[Any]]:
@@ -69,9 +72,36 @@ def _below(compiled: Any, grid: tuple[int, int, int]) -> tuple[Callable[..., Non
     return lambda stream, given: call(*grid, stream, function, *first, *given), metas
 
 
-def _encoded(x: torch.Tensor, template: TensorDescriptor, meta: Any) -> list[Any]:
-    """The descriptor of x as C functions take it, its extents and its strides."""
-    return driver.make_tensordesc_arg(at(x, template), meta)
+class _Address:
+    """In the place of a tensor of which a descriptor asks where it lies, and no more."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class _Described:
+    """A descriptor as C functions take it, encoded once an address."""
+
+    def __init__(self, template: TensorDescriptor, meta: Any) -> None:
+        self._template, self._meta = template, meta
+        self.known: dict[int, Any] = {}
+
+    def arguments(self, address: int) -> list[Any]:
+        """The descriptor, its extents and its strides."""
+        return driver.make_tensordesc_arg(at(_Address(address), self._template), self._meta)
+
+    def encode(self, address: int) -> Any:
+        if len(self.known) >= DESCRIBED:
+            self.known.clear()
+        found = self.known[address] = self.arguments(address)[0]
+        return found
+
+
+Repeated = Callable[[list[int], int], None]
+"""A kept launch as a function of addresses and of the stream."""
 
 
 class _Launch:
@@ -82,14 +112,15 @@ class _Launch:
     ) -> None:
         grid, positional, named = arguments
         names = kernel.arg_names
-        self._kernel = kernel  # alive, so that its id is not another's
+        self.kernel = kernel  # alive, so that its id is not another's
         x, y, z = (*grid, 1, 1)[:3]
         whole_grid = x, y, z
         self._run = compiled[whole_grid]
         self._arguments = [*positional, *(named[name] for name in names[len(positional) :])]
         slots = {id(x): slot for slot, x in enumerate(tensors) if x is not None}
+        # (place among the arguments, slot among the tensors[, descriptor without its address])
         self._addresses: list[tuple[int, int]] = []
-        self._described: list[tuple[int, int, Any]] = []
+        self._templates: list[tuple[int, int, Any]] = []
         self._device = next((x.get_device() for x in tensors if x is not None), -1)
         self._call: Callable[..., None] | None = None
         metas: list[Any] = []
@@ -99,19 +130,18 @@ class _Launch:
         # The same for `_call`: descriptors take several places each.
         self._given: list[Any] = []
         self._given_addresses: list[tuple[int, int]] = []
-        self._given_described: list[tuple[int, int, Any, Any, dict[int, Any]]] = []
+        self._described: list[tuple[int, int, _Described]] = []
         for place, argument in enumerate(self._arguments):
             if isinstance(argument, torch.Tensor):
                 self._addresses.append((place, slots[id(argument)]))
                 self._given_addresses.append((len(self._given), slots[id(argument)]))
             elif isinstance(argument, (TensorDescriptor, GluonDescriptor)):
                 slot, template = slots[id(argument.base)], at(None, argument)
-                self._described.append((place, slot, template))
+                self._templates.append((place, slot, template))
                 if self._call is not None:
-                    meta = metas[len(self._given_described)]
-                    begin = len(self._given)
-                    self._given_described.append((begin, slot, template, meta, {}))
-                    self._given += _encoded(argument.base, template, meta)
+                    described = _Described(template, metas[len(self._described)])
+                    self._described.append((len(self._given), slot, described))
+                    self._given += described.arguments(argument.base.data_ptr())
                 self._arguments[place] = None
                 continue
             else:
@@ -119,39 +149,55 @@ class _Launch:
                 continue
             self._given.append(None)
             self._arguments[place] = None  # keeps no tensor alive
+        self._bare = self.repeated([(slot, 0) for slot in range(len(tensors))])
+
+    def repeated(self, places: Sequence[tuple[int, int]]) -> Repeated | None:
+        """The launch with its tensors at places (number among addresses, bytes behind that).
+
+        None where it cannot be made without Triton's Python.
+        """
+        call, given = self._call, self._given
+        if call is None:
+            return None
+        addresses = [(n, *places[slot]) for n, slot in self._given_addresses]
+        described = [(n, *places[slot], x.known, x.encode) for n, slot, x in self._described]
+
+        def run(starts: list[int], stream: int) -> None:
+            arguments = given.copy()
+            for n, start, behind in addresses:
+                arguments[n] = starts[start] + behind
+            for n, start, behind, known, encode in described:
+                address = starts[start] + behind
+                found = known.get(address)
+                arguments[n] = encode(address) if found is None else found
+            call(stream, arguments)
+
+        return run
 
     def __call__(self, tensors: Tensors, addresses: list[int]) -> None:
-        runtime = knobs.runtime
-        if (
-            self._call is None
-            or getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
-            or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
-        ):
+        if self._bare is None or hooked():
             self._run_with_hooks(tensors, addresses)
-            return
-        given = self._given.copy()
-        for place, slot in self._given_addresses:
-            given[place] = addresses[slot]
-        for place, slot, template, meta, known in self._given_described:
-            address = addresses[slot]
-            found = known.get(address)
-            if found is None:
-                if len(known) >= DESCRIBED:
-                    known.clear()
-                tensor = tensors[slot]
-                assert tensor is not None
-                found = known[address] = _encoded(tensor, template, meta)[0]
-            given[place] = found
-        self._call(triton.runtime.driver.active.get_current_stream(self._device), given)
+        else:
+            self._bare(addresses, _current_stream(self._device))
 
     def _run_with_hooks(self, tensors: Tensors, addresses: list[int]) -> None:
         """Through Triton's own launch, which profilers see."""
         arguments = self._arguments.copy()
         for place, slot in self._addresses:
             arguments[place] = addresses[slot]
-        for place, slot, template in self._described:
+        for place, slot, template in self._templates:
             arguments[place] = at(tensors[slot], template)
         self._run(*arguments)
+
+
+def _current_stream(device: int) -> int:
+    return triton.runtime.driver.active.get_current_stream(device)
+
+
+def hooked() -> bool:
+    """Whether somebody wants to see launches as Triton makes them."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def launch(
@@ -186,27 +232,50 @@ def launch(
         ],
     )
     known = _launches.get(key)
+    notes = getattr(_noting, "notes", None)
     if known is not None and not kernel.pre_run_hooks:
         known(tensors, addresses)
+        if notes is not None:
+            notes.append((known, tensors))
         return
+    if notes is not None:
+        notes.append(None)
     seen = key in _launches
     if seen:
         # Each an object of its own, so that one tensor in two places is told apart.
         tensors = tuple(None if x is None else x.detach() for x in tensors)
     grid, positional, named = found = arguments(*tensors)
     compiled = kernel[grid](*positional, **named)
-    if not seen and len(_launches) >= KEPT:
-        _make_room()
+    if not seen:
+        make_room()
     keeps = seen and isinstance(compiled, CompiledKernel)
     _launches[key] = _Launch(kernel, compiled, found, tensors) if keeps else None
 
 
-def _make_room() -> None:
-    """Forget what was seen only once, or all of it where that is not enough."""
-    for key in [key for key, kept in _launches.copy().items() if kept is None]:
+def make_room() -> None:
+    """Where the table is full, forget what is not kept, or all of it where that is not enough."""
+    if len(_launches) < KEPT:
+        return
+    for key in [key for key, kept in _launches.copy().items() if not callable(kept)]:
         _launches.pop(key, None)
     if len(_launches) >= KEPT:
         _launches.clear()
+
+
+def table() -> dict[tuple[object, ...], Any]:
+    """What is kept: by a key, None or a launch; of a pass see `passes`."""
+    return _launches
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[tuple[_Launch, Tensors] | None]]:
+    """The launches of this thread within, with their tensors; None is one that was not kept."""
+    notes: list[tuple[_Launch, Tensors] | None] = []
+    _noting.notes = notes
+    try:
+        yield notes
+    finally:
+        _noting.notes = None
 
 
 @contextlib.contextmanager
@@ -220,4 +289,4 @@ def anew() -> Iterator[None]:
         _launches = before
 
 
-__all__ = ["anew", "launch"]
+__all__ = ["anew", "hooked", "launch", "make_room", "noted", "table"]
