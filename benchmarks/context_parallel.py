@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import math
 import os
 import statistics
@@ -36,6 +37,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -49,6 +51,7 @@ from machine import context_flops, same_work
 
 from megatron_patch.context_parallel.api import context_parallel_attention
 from megatron_patch.context_parallel.layout import positions, shard
+from stable_attention.dispatch import SELECTED
 
 PASSES = 8  # of forward and backward, the one without transfers included
 SLOW = 350e12  # operations a second of a slow system, with compilation left out
@@ -56,6 +59,7 @@ BLOCK = 64  # random inputs are drawn in blocks of this many tokens, whoever hol
 COMPARED_TOKENS = 8192  # longest sequence whose outputs are compared
 COLLECTIVE_MINUTES = 3.0
 OURS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+PORTABLE = "p2p, portable kernels"
 KERNEL, BUSY = "kernel", "kernel, every GPU"
 GATHER = "all-gather + SDPA"
 ENGINE = "Transformer Engine, p2p"
@@ -88,25 +92,35 @@ class Cell:
 
 
 def cells(args: argparse.Namespace, world: int) -> Iterator[Cell]:
-    """Everything to measure, without repeats: middle lengths first, all ranks before fewer."""
-    seen = set()
-    for tokens in sorted(args.lengths, key=lambda s: abs(math.log2(s / 131072))):
+    """Everything to measure, without repeats: the middle length, p2p at all others, then the rest.
+
+    Middle lengths come first, and all ranks before fewer.
+    """
+    lengths = sorted(args.lengths, key=lambda s: abs(math.log2(s / 131072)))
+    plan = itertools.chain(
+        _of_lengths(lengths[:1], args, world),
+        (c for c in _of_lengths(lengths, args, world) if c.system in (KERNEL, OURS[0])),
+        _of_lengths(lengths, args, world),
+    )
+    return iter(dict.fromkeys(plan))
+
+
+def _of_lengths(lengths: Sequence[int], args: argparse.Namespace, world: int) -> Iterator[Cell]:
+    for tokens in lengths:
         for ranks in sorted((n for n in args.ranks if n <= world), reverse=True):
             systems = [KERNEL] if ranks == 1 else _systems(ranks, args.problem)
             share = same_work(tokens, ranks, BLOCK)
-            wanted = [Cell(KERNEL, 1, share)]
+            yield Cell(KERNEL, 1, share)
             if ranks > 1 and not smoke(args.problem):
-                wanted.append(Cell(BUSY, ranks, share))
-            wanted += [Cell(name, ranks, tokens) for name in systems]
-            for cell in wanted:
-                if cell not in seen:
-                    seen.add(cell)
-                    yield cell
+                yield Cell(BUSY, ranks, share)
+            yield from (Cell(name, ranks, tokens) for name in systems)
 
 
 def _systems(ranks: int, problem: Problem) -> list[str]:
-    names = ["p2p", GATHER, "a2a", *RINGS, "all_gather", "a2a+p2p", ENGINE]
+    names = ["p2p", PORTABLE, GATHER, "a2a", *RINGS, "all_gather", "a2a+p2p", ENGINE]
     left_out = {"a2a+p2p"} if ranks < 4 else set()
+    if smoke(problem):
+        left_out.add(PORTABLE)
     if importlib.util.find_spec("transformer_engine") is None or smoke(problem):
         left_out.add(ENGINE)
     if problem.heads % ranks:
@@ -189,8 +203,8 @@ class Bench:
                 return out.transpose(0, 1)
 
             yield kernel
-        elif cell.system in OURS or cell.system == KERNEL:
-            options: dict[str, Any] = {"mode": "p2p" if cell.system == KERNEL else cell.system}
+        elif cell.system in (*OURS, PORTABLE, KERNEL):
+            options: dict[str, Any] = {"mode": cell.system if cell.system in OURS else OURS[0]}
             if cell.system == "a2a+p2p":
                 options["hierarchical"] = self.levels[cell.ranks]
             options |= {
@@ -199,7 +213,9 @@ class Bench:
                 "backend": "stable_flash" if self.cuda else "reference",
                 "transfers": transfers,
             }
-            yield lambda q, k, v: context_parallel_attention(q, k, v, **options)
+            only = {SELECTED: "triton"} if cell.system == PORTABLE else {}
+            with mock.patch.dict(os.environ, only):
+                yield lambda q, k, v: context_parallel_attention(q, k, v, **options)
         elif cell.system == GATHER:
             block: Any = peers.Repeated(peers.CpuKernel)
             if self.cuda:
@@ -231,7 +247,7 @@ class Bench:
             if self.cuda:
                 found["peak_mib"] = round((torch.cuda.max_memory_allocated() - base) / 2**20, 1)
             found["forward_ms"] = self.interval(cell.ranks, step.forward)
-        if cell.system in OURS:
+        if cell.system in (*OURS, PORTABLE):
             with self.system(cell, transfers=False) as attend:
                 step = peers.Step(attend, (q, k, v), dout)
                 found["no_transfer_ms"] = self.interval(cell.ranks, step.both)

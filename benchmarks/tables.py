@@ -53,7 +53,8 @@ BACKENDS = ("compensated", "none", "SDPA-cuDNN", "float32 O")
 DQ_REGIMES = ("one", "kbias", "tie2s", "near2", "diffuse", "gauss")
 DQ_BACKENDS = ("compensated", *PEERS, "float32 O")
 SYSTEMS = (
-    "p2p", "all_gather", "a2a", "a2a+p2p", "all-gather + SDPA", "Transformer Engine, p2p",
+    "p2p", "p2p, portable kernels", "all_gather", "a2a", "a2a+p2p", "all-gather + SDPA",
+    "Transformer Engine, p2p",
     "torch, flash", "torch, cuDNN", "torch, allgather",
     "torch, alltoall", "torch, allgather, heads repeated", "torch, allgather, flash",
 )  # fmt: skip
