@@ -83,6 +83,11 @@ class Arrival:
 
     block: Block | None
     steps: tuple[tuple[int, slice], ...]
+    ends_group: bool = False
+
+
+Home = tuple[Ticket | None, list[tuple[Pair, Part]]]
+"""Gradients of a group of steps on their way, and to which of this rank's keys they belong."""
 
 
 @dataclass(slots=True)
@@ -92,9 +97,10 @@ class Ring:
     Keys go straight from their owner to a reader and only the chunks that reader's queries see, so
     that a window or a causal mask saves bytes; a rank that is not concerned sits the step out.
 
-    Steps come in groups, the same for all ranks: transfers of a group start together, those of keys
-    before the group before is computed, those of gradients after its own. How much of a group a
-    rank computes at once is its own affair.
+    Steps come in groups, the same for all ranks: transfers of a group are one batch, that of keys
+    started before the group before is computed, that of gradients after its own. How much of a
+    group a rank computes at once is its own affair; it starts no transfer in between, because one
+    that waits for other ranks keeps processors from attention.
     """
 
     tokens: Tokens
@@ -112,7 +118,8 @@ class Ring:
     def backward(self, k: torch.Tensor, v: torch.Tensor, compute: Backward) -> Pair:
         """(dK, dV) of this rank's own keys, summed over all ranks in a fixed order."""
         dk, dv = accumulator(k), accumulator(v)
-        home: list[tuple[Ticket, Pair, Part] | None] = []
+        home: Home = None, []
+        made: list[tuple[int, Pair | None]] = []
         for arrival in self._arrivals(k, v, "backward"):
             block = arrival.block
             if not arrival.steps:
@@ -123,15 +130,16 @@ class Ring:
             if block is not None:
                 grads = accumulator(block.k), accumulator(block.v)
                 compute(block, *grads)
-            later = []
-            for step, rows in arrival.steps:
-                share = None if grads is None else (grads[0][rows], grads[1][rows])
-                later.append(self._send_home(step, share, k, v))
-            for one in home:
-                self._add(one, dk, dv)
-            home = later
-        for one in home:
-            self._add(one, dk, dv)
+            made += [
+                (step, None if grads is None else (grads[0][rows], grads[1][rows]))
+                for step, rows in arrival.steps
+            ]
+            if arrival.ends_group:
+                later = self._send_home(made, k, v)
+                made = []
+                self._add(home, dk, dv)
+                home = later
+        self._add(home, dk, dv)
         return dk, dv
 
     def _arrivals(self, k: torch.Tensor, v: torch.Tensor, what: str) -> Iterator[Arrival]:
@@ -143,34 +151,36 @@ class Ring:
                 ready[part] = self.tokens.take(k, part), self.tokens.take(v, part)
             return ready[part]
 
-        def post(run: list[int]) -> tuple[list[Ticket], Arrival]:
-            part = self.plan.needs(me, self._partners(run[0])[1])
-            rows = 0 if part is None else self.tokens.rows_of(part)
-            k_in, v_in = (x.new_empty(rows * len(run), *x.shape[1:]) for x in (k, v))
-            places = [(step, slice(i * rows, (i + 1) * rows)) for i, step in enumerate(run)]
-            tickets = []
-            for step, at in places:
-                reader, source = self._partners(step)
-                wanted = self.plan.needs(reader, me)
-                sends = [] if wanted is None else [(reader, x) for x in outgoing(wanted)]
-                receives = [] if part is None else [(source, k_in[at]), (source, v_in[at])]
-                text = f"keys and values of p2p step {step} of {self.comm.size - 1}, {what}"
-                tickets.append(self.comm.exchange(sends, receives, text))
-            block = None if part is None else self._block(run, part, k_in, v_in)
-            return [ticket for ticket in tickets if ticket is not None], Arrival(block, (*places,))
+        def post(group: list[list[int]]) -> tuple[Ticket | None, list[Arrival]]:
+            sends: list[Transfer] = []
+            receives: list[Transfer] = []
+            arrivals = []
+            for run in group:
+                part = self.plan.needs(me, self._partners(run[0])[1])
+                rows = 0 if part is None else self.tokens.rows_of(part)
+                k_in, v_in = (x.new_empty(rows * len(run), *x.shape[1:]) for x in (k, v))
+                places = [(step, slice(i * rows, (i + 1) * rows)) for i, step in enumerate(run)]
+                for step, at in places:
+                    reader, source = self._partners(step)
+                    wanted = self.plan.needs(reader, me)
+                    sends += [] if wanted is None else [(reader, x) for x in outgoing(wanted)]
+                    receives += [] if part is None else [(source, k_in[at]), (source, v_in[at])]
+                block = None if part is None else self._block(run, part, k_in, v_in)
+                arrivals.append(Arrival(block, (*places,), run is group[-1]))
+            text = f"keys and values of p2p {self._told(group[0][0], group[-1][-1])}, {what}"
+            return self.comm.exchange(sends, receives, text), arrivals
 
         me = self.comm.rank
         groups = self._groups()
-        coming = [post(run) for run in groups[0]]
+        coming = post(groups[0])
         yield Arrival(self._own(k, v), ())
         for number in range(len(groups)):
-            here, coming = coming, []
+            ticket, here = coming
             if number + 1 < len(groups):
-                coming = [post(run) for run in groups[number + 1]]
-            for tickets, arrival in here:
-                for ticket in tickets:
-                    ticket.wait()
-                yield arrival
+                coming = post(groups[number + 1])
+            if ticket is not None:
+                ticket.wait()
+            yield from here
 
     def _groups(self) -> list[list[list[int]]]:
         """Runs of steps that this rank computes on at once, in the groups of all ranks."""
@@ -216,44 +226,41 @@ class Ring:
         return Block(k, v, slice(0, k.shape[-2]), launches)
 
     def _send_home(
-        self, step: int, grads: Pair | None, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[Ticket, Pair, Part] | None:
-        """Send the gradients of a step to their owner; receive those the reader made of ours."""
-        reader, source = self._partners(step)
+        self, made: list[tuple[int, Pair | None]], k: torch.Tensor, v: torch.Tensor
+    ) -> Home:
+        """Send the gradients of steps to their owners; receive those the readers made of ours."""
         sends: list[Transfer] = []
+        coming: list[tuple[Pair, Part]] = []
         receives: list[Transfer] = []
-        if grads is not None:
-            sends = [(source, x if self.wire is None else x.to(self.wire)) for x in grads]
-        part = self.plan.needs(reader, self.comm.rank)
-        coming = None
-        if part is not None:
-            rows = self.tokens.rows_of(part)
-            coming = tuple(
-                torch.empty(
-                    (rows, *x.shape[1:]), dtype=self.wire or accumulation(x), device=x.device
+        for step, grads in made:
+            reader, source = self._partners(step)
+            if grads is not None:
+                sends += [(source, x if self.wire is None else x.to(self.wire)) for x in grads]
+            part = self.plan.needs(reader, self.comm.rank)
+            if part is not None:
+                rows = self.tokens.rows_of(part)
+                dk_in, dv_in = (
+                    torch.empty(
+                        (rows, *x.shape[1:]), dtype=self.wire or accumulation(x), device=x.device
+                    )
+                    for x in (k, v)
                 )
-                for x in (k, v)
-            )
-            receives = [(reader, x) for x in coming]
-        text = f"gradients of p2p step {step} of {self.comm.size - 1}"
-        ticket = self.comm.exchange(sends, receives, text)
-        if ticket is None:
-            return None
-        if coming is None or part is None:
-            # Nothing to add, but what was sent must stay until it is gone.
-            return ticket, (k[:0], v[:0]), Part.BOTH
-        return ticket, (coming[0], coming[1]), part
+                receives += [(reader, dk_in), (reader, dv_in)]
+                coming.append(((dk_in, dv_in), part))
+        text = f"gradients of p2p {self._told(made[0][0], made[-1][0])}"
+        return self.comm.exchange(sends, receives, text), coming
 
-    def _add(
-        self, home: tuple[Ticket, Pair, Part] | None, dk: torch.Tensor, dv: torch.Tensor
-    ) -> None:
-        if home is None:
-            return
-        ticket, (dk_in, dv_in), part = home
-        ticket.wait()
-        if dk_in.shape[0]:
+    def _add(self, home: Home, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        ticket, coming = home
+        if ticket is not None:
+            ticket.wait()
+        for (dk_in, dv_in), part in coming:
             self.tokens.add(dk, dk_in.to(dk.dtype), part)
             self.tokens.add(dv, dv_in.to(dv.dtype), part)
+
+    def _told(self, first: int, last: int) -> str:
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        return f"{steps} of {self.comm.size - 1}"
 
 
 def accumulation(x: torch.Tensor) -> torch.dtype:

@@ -59,13 +59,26 @@ def test_every_transfer_hides_behind_attention(size, causal, monkeypatch):
         run(Case(size=size, mode="p2p", s=8 * size, causal=causal), primitives=watched)
     for device in devices:
         found = batches(device)
-        # n - 1 of keys, the largest logits, then n - 1 of keys and n - 1 of gradients.
-        assert len(found) == 3 * (size - 1) + 1
-        keys, back = found[: size - 1], found[size:]
+        groups = size // 2  # of the n - 1 steps, two in each but the last
+        # Keys of every group, the largest logits, then keys and gradients of every group.
+        assert len(found) == 3 * groups + 1
+        keys, back = found[:groups], found[groups + 1 :]
         assert all(hidden(device, b, "chunk_forward") for b in keys)
         assert [hidden(device, b, "chunk_backward") for b in back] == [True] * (len(back) - 1) + [
             False
         ]
+
+
+def test_no_gradients_wait_for_other_ranks_while_a_rank_computes(monkeypatch):
+    """A transfer that waits keeps processors: all ranks start those of a group once it is done."""
+    with recorded(monkeypatch) as devices:
+        run(Case(size=4, mode="p2p", s=32), primitives=Watched(primitives, devices))
+    launches = {0: (0, 1, 2, 3), 1: (0, 1, 3, 4), 2: (0, 1, 2, 3), 3: (0, 1, 2, 3)}
+    for rank, before in launches.items():  # keys of both groups, then gradients of both
+        device = devices[rank]
+        backward = [k.clock[COMPUTE] for k in device.kernels if k.name == "chunk_backward"]
+        starts = [batch.clock[COMPUTE] for batch in batches(device)[-4:]]
+        assert tuple(sum(k <= start for k in backward) for start in starts) == before
 
 
 def test_all_gather_brings_the_next_heads_while_it_computes(monkeypatch):
@@ -131,11 +144,11 @@ def _nothing_keeps_what_is_sent(patch):
 
 def _gradients_are_added_without_waiting(patch):
     def add(self, home, dk, dv):
-        if home is not None:
-            ticket, (dk_in, dv_in), part = home
-            if dk_in.shape[0]:
-                self.tokens.add(dk, dk_in.to(dk.dtype), part)
-                self.tokens.add(dv, dv_in.to(dv.dtype), part)
+        ticket, coming = home
+        for (dk_in, dv_in), part in coming:
+            self.tokens.add(dk, dk_in.to(dk.dtype), part)
+            self.tokens.add(dv, dv_in.to(dv.dtype), part)
+        if ticket is not None:
             ticket.wait()
 
     patch.setattr(Ring, "_add", add)

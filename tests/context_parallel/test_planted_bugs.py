@@ -98,9 +98,9 @@ def dq_accumulated_in_bf16(real, *args, dq, **options):
 
 
 @bug(ROUNDED8, Ring, "_send_home")
-def gradients_of_keys_rounded_on_the_way(real, self, step, grads, k, v):
-    grads = None if grads is None else tuple(x.bfloat16().float() for x in grads)
-    return real(self, step, grads, k, v)
+def gradients_of_keys_rounded_on_the_way(real, self, made, k, v):
+    rounded = [(i, grads and tuple(x.bfloat16().float() for x in grads)) for i, grads in made]
+    return real(self, rounded, k, v)
 
 
 @bug(change(dtype="bf16", v_mean=30.0), primitives, "chunk_delta")
@@ -151,12 +151,12 @@ def second_zigzag_neighbour_is_missing(patch):
 
 
 @bug(P2P, Ring, "_send_home")
-def dk_summed_over_the_wrong_ranks(real, self, step, grads, k, v):
+def dk_summed_over_the_wrong_ranks(real, self, made, k, v):
     """The gradients of a step go to the rank after instead of to the owner."""
     partners = Ring._partners
     try:
         Ring._partners = lambda s, i: partners(s, s.comm.size - i)
-        return real(self, step, grads, k, v)
+        return real(self, made, k, v)
     finally:
         Ring._partners = partners
 
@@ -172,7 +172,7 @@ def gradients_of_the_last_step_are_lost(real, self, k, v, compute):
         grads = movement.accumulator(block.k), movement.accumulator(block.v)
         compute(block, *grads)
         for step, rows in arrival.steps:
-            home = self._send_home(step, (grads[0][rows], grads[1][rows]), k, v)
+            home = self._send_home([(step, (grads[0][rows], grads[1][rows]))], k, v)
             if step + 1 < self.comm.size:
                 self._add(home, dk, dv)
     return dk, dv
