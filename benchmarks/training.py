@@ -354,7 +354,8 @@ def speed(args: argparse.Namespace) -> int:
         systems[f"trainer, {name}"] = partial(run_trainer, settings=keys.split(","))
     rows: list[dict[str, Any]] = []
     figures = {name: getattr(args, name) for name in ("steps", "global_batch", "micro_batch")}
-    figures |= {"config": Path(args.config).name, "settings": args.set}
+    settings = [key for key in args.set if not key.startswith(("data.", "name="))]
+    figures |= {"config": Path(args.config).name, "settings": settings}
     for turn, gpus, (index, (name, run)) in itertools.product(
         range(args.rounds), args.gpus, enumerate(systems.items())
     ):
