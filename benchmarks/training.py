@@ -80,13 +80,15 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), y.view(-1))
 
 
-def batches(path: str, micro_batch: int, *, device: torch.device, seed: int):
+def batches(
+    path: str, micro_batch: int, *, device: torch.device, seed: int, context: int = CONTEXT
+):
     """Endless (x, y) pairs at random offsets of a file of uint16 token ids, kept on the device."""
     data = torch.from_numpy(np.fromfile(path, dtype=np.uint16).astype(np.int16)).to(device)
     generator = torch.Generator(device=device).manual_seed(seed)
-    window = torch.arange(CONTEXT + 1, device=device)
+    window = torch.arange(context + 1, device=device)
     while True:
-        size, last = (micro_batch, 1), len(data) - CONTEXT - 1
+        size, last = (micro_batch, 1), len(data) - context - 1
         start = torch.randint(last, size, device=device, generator=generator)
         ids = data[start + window].long() & 0xFFFF
         yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -139,7 +141,7 @@ def plain(args: argparse.Namespace) -> int:
             "tokens_per_s": args.global_batch * CONTEXT / median,
             "step_seconds": median,
             "loss_last": losses[-1],
-            "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
             "gpus": world,
         }
         with open(args.out, "w") as out:
@@ -179,7 +181,7 @@ def core(args: argparse.Namespace) -> int:
     layout = setup.initialize(run)
     weight_gradient.install()  # Apex's kernel where it is installed, else cuBLAS
     config = transformer_config(run)
-    config.moe_grouped_gemm = config.num_moe_experts is not None
+    config.moe_grouped_gemm = config.moe_permute_fusion = config.num_moe_experts is not None
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=True),
@@ -215,11 +217,12 @@ def core(args: argparse.Namespace) -> int:
         config.no_sync_func = wrapped.no_sync
     shape, device = (batch, model.seq_length), layout.device
     positions = torch.arange(model.seq_length, device=device).expand(shape)
-    drawn = torch.Generator(device=device).manual_seed(1000 + layout.rank)
+    seed = 1000 + layout.dp_rank
+    stream = batches(args.tokens, batch, device=device, seed=seed, context=model.seq_length)
 
     def forward(iterator: Any, module: Any) -> Any:
-        ids = torch.randint(args.vocab, shape, device=device, generator=drawn)
-        losses = module(ids, positions, None, labels=ids)
+        x, y = next(stream)
+        losses = module(x, positions, None, labels=y)
         count = torch.tensor(losses.numel(), dtype=torch.int32, device=device)
         return losses, lambda x: (x.float().sum(), count, {"loss": x.detach().float().mean()})
 
@@ -241,7 +244,12 @@ def core(args: argparse.Namespace) -> int:
     if layout.rank == 0:
         median = statistics.median(times[args.warmup :])
         tokens = run.training.global_batch_size * model.seq_length
-        figures = {"tokens_per_s": tokens / median, "loss_last": losses[-1], "losses": losses[:8]}
+        figures = {
+            "tokens_per_s": tokens / median,
+            "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "loss_last": losses[-1],
+            "losses": losses[:8],
+        }
         args.out.write_text(json.dumps(figures))
         print(figures, flush=True)
     setup.destroy()
@@ -285,6 +293,16 @@ def medians(run_dir: Path, warmup: int, columns: tuple[str, ...]) -> dict[str, A
 # speed
 
 
+def timed(args: argparse.Namespace) -> dict[str, object]:
+    """Keys of the trainer's runs and of Megatron-Core's."""
+    return {
+        "training.train_steps": args.steps,
+        "training.micro_batch_size": args.micro_batch,
+        "training.global_batch_size": args.global_batch,
+        "optimizer.warmup_steps": args.warmup,
+    }
+
+
 def run_plain(args: argparse.Namespace, gpus: int, tag: str) -> dict[str, Any]:
     command = ["plain", "--tokens", args.tokens]
     for name in ("micro_batch", "global_batch"):
@@ -293,9 +311,9 @@ def run_plain(args: argparse.Namespace, gpus: int, tag: str) -> dict[str, Any]:
 
 
 def run_core(args: argparse.Namespace, gpus: int, tag: str) -> dict[str, Any]:
-    batch = {"micro_batch_size": args.micro_batch, "global_batch_size": args.global_batch}
-    sets = [*args.set, *(f"training.{key}={value}" for key, value in batch.items())]
+    sets = [*args.set, *(f"{key}={value}" for key, value in timed(args).items())]
     command = ["core", "--config", args.config, *(x for text in sets for x in ("--set", text))]
+    command += ["--tokens", f"{args.dataset}.bin"]
     return run_rank(args, gpus, f"core_{tag}", command)
 
 
@@ -317,15 +335,12 @@ def run_rank(args: argparse.Namespace, gpus: int, tag: str, command: list[str]) 
 def run_trainer(
     args: argparse.Namespace, gpus: int, tag: str, settings: list[str]
 ) -> dict[str, Any]:
-    keys: dict[str, object] = {
-        "training.micro_batch_size": args.micro_batch,
-        "training.global_batch_size": args.global_batch,
-        "logging.interval": 4,
-        "optimizer.warmup_steps": args.warmup,
-    }
+    keys = timed(args) | {"logging.interval": 4}
     more = dict(setting.split("=", 1) for setting in settings)
     run_dir, row = train(args, f"trainer_{tag}", list(range(gpus)), keys | more)
-    return row if row["exit"] else row | medians(run_dir, args.warmup, ("tokens_per_s",))
+    return (
+        row if row["exit"] else row | medians(run_dir, args.warmup, ("tokens_per_s", "memory_gib"))
+    )
 
 
 def speed(args: argparse.Namespace) -> int:
@@ -339,12 +354,13 @@ def speed(args: argparse.Namespace) -> int:
         systems[f"trainer, {name}"] = partial(run_trainer, settings=keys.split(","))
     rows: list[dict[str, Any]] = []
     figures = {name: getattr(args, name) for name in ("steps", "global_batch", "micro_batch")}
-    for turn, (index, (name, run)) in itertools.product(
-        range(args.rounds), enumerate(systems.items())
+    settings = [key for key in args.set if not key.startswith(("data.", "name="))]
+    figures |= {"config": Path(args.config).name, "settings": settings}
+    for turn, gpus, (index, (name, run)) in itertools.product(
+        range(args.rounds), args.gpus, enumerate(systems.items())
     ):
-        rows.append(
-            {"system": name, "round": turn, "gpus": args.gpus} | run(args, args.gpus, f"{index}")
-        )
+        row = {"system": name, "round": turn, "gpus": gpus}
+        rows.append(row | run(args, gpus, f"{index}"))
         print(rows[-1], flush=True)
         part = f"rounds, {args.label}"
         machine.write_result("training", figures | {"runs": rows}, args.out, part=part)
@@ -422,7 +438,7 @@ def main() -> int:
     one = command(commands, "speed", speed, 30, config="configs/gpt2_124m.yaml")
     one.add_argument("--tokens", help="uint16 token file of the same text: plain PyTorch's GPT-2")
     one.add_argument("--label", default="GPT-2 124M", help="name of the shape in the result")
-    one.add_argument("--gpus", type=int, default=1)
+    one.add_argument("--gpus", type=int, nargs="+", default=[1], help="numbers of GPUs, in turn")
     one.add_argument("--rounds", type=int, default=3)
     one.add_argument("--variant", action="append", default=[], metavar="NAME:KEY=VALUE,...")
     one = command(commands, "long", long, 8, config="configs/long_context_3b_128k.yaml", warmup=3)
@@ -435,6 +451,7 @@ def main() -> int:
     one = commands.add_parser("core")  # a rank of the rival; --out is a file
     one.set_defaults(run=core)
     one.add_argument("--config", required=True)
+    one.add_argument("--tokens", required=True)
     one.add_argument("--set", action="append", default=[])
     one.add_argument("--vocab", type=int, default=32768)
     one.add_argument("--steps", type=int, default=30)
