@@ -225,7 +225,7 @@ def _unseen(tensors: tuple[torch.Tensor | None, ...]) -> bool:
 
 def _known(problem: Problem) -> tuple[object, ...]:
     """What, with the kinds of its tensors, decides which pass a call takes."""
-    return id(problem), dispatch.allowed(), len(vendors.AUTO)
+    return id(problem), tuple(dispatch.allowed()), len(vendors.AUTO)
 
 
 @dispatch.on_device
