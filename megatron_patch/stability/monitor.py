@@ -44,7 +44,13 @@ from megatron_patch.stability.guard import Switch
 from megatron_patch.stability.history import History
 from megatron_patch.stability.key_sums import KeySums, key_metrics
 from megatron_patch.stability.look_back import LookBack
-from megatron_patch.stability.observe import Observer, Request, Seen, Watched, watched_chunks
+from megatron_patch.stability.observe import (
+    ObservationRequest,
+    Observer,
+    Seen,
+    Watched,
+    watched_chunks,
+)
 from megatron_patch.stability.reduction import Arrived, Reduction
 from megatron_patch.stability.step_window import StepWindow
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
@@ -198,7 +204,7 @@ class AttentionMonitor:
         if switched_at is None:
             switched_at = int((state or {}).get("switched_at", 0))
         first = self.groups.rank == 0
-        noted = guard.told(self.directory, step, first=first, say=self._log)
+        noted = guard.recall_together(self.directory, step, first=first, log=self._log)
         self.switched_at = guard.in_force_from(switched_at, noted, step=step)
         if self.switched_at and not switched_at:
             self._log(
@@ -282,7 +288,8 @@ class AttentionMonitor:
             self.keys.clear()
             self.norms.clear()
             add, inputs = self._add, self.keys.add_input
-            requests.append(Request(micro_batch=0, layers=None, callback=add, inputs=inputs))
+            heads = ObservationRequest(micro_batch=0, layers=None, callback=add, inputs=inputs)
+            requests.append(heads)
         capture = self.capturer.request(step)
         if capture is not None:
             requests.append(capture)
@@ -426,7 +433,7 @@ class AttentionMonitor:
 
     def flush(self, now: int) -> Record | None:
         """Take in the record on its way, if there is one, after step ``now``; on all ranks."""
-        arrived = self.reduction.take()
+        arrived = self.reduction.drain()
         if arrived is None:
             return None
         sums, keys, squares, series = arrived.sums

@@ -153,7 +153,7 @@ InputCallback = Callable[[Seen, str, torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class ObservationRequest:
     """Which call of a step somebody wants to see."""
 
     micro_batch: int
@@ -294,11 +294,11 @@ class Observer:
     def __init__(self, sites: Sequence[Site], *, cp_group: Any = None) -> None:
         self.sites = list(sites)
         self._cp_group = cp_group
-        self._requests: list[Request] = []
+        self._requests: list[ObservationRequest] = []
         self._calls: dict[int, int] = {}
         self._handles: list[Any] = []
 
-    def arm(self, requests: Sequence[Request]) -> None:
+    def arm(self, requests: Sequence[ObservationRequest]) -> None:
         """Watch from now on until `disarm`; nothing to watch costs nothing."""
         self.disarm()
         self._requests, self._calls = list(requests), {}
@@ -321,7 +321,7 @@ class Observer:
             if getattr(site.module, "observed", None) is not None:
                 site.module.observed = None  # type: ignore[assignment]
 
-    def _wanted(self, site: Site) -> list[Request]:
+    def _wanted(self, site: Site) -> list[ObservationRequest]:
         if not torch.is_grad_enabled():
             return []
         call = self._calls.get(id(site.module), 0)
@@ -417,7 +417,7 @@ def to_sbhd(x: torch.Tensor, order: str, shape: Sequence[int]) -> torch.Tensor:
     return x.reshape([size[axis] for axis in order]).permute([order.index(axis) for axis in "sbhd"])
 
 
-def _add_hooks(wanted: Sequence[Request], seen: Seen, output: torch.Tensor) -> None:
+def _add_hooks(wanted: Sequence[ObservationRequest], seen: Seen, output: torch.Tensor) -> None:
     """Let the gradients of this call reach those who asked."""
     k, v = seen.inputs
     seen = replace(seen, inputs=None)

@@ -89,7 +89,7 @@ def train(loaded: Loaded) -> int:
         setup.destroy()
     except BaseException as error:
         if hangs is not None:
-            hangs.settle(error)
+            hangs.await_report(error)
         ledger.record_error(run_dir, layout.rank, error)
         # Elsewhere other ranks may be inside a collective: leaving the groups together is not
         # possible, and the launcher ends them.
@@ -334,7 +334,7 @@ class Trainer:
             self._save(last=last)
             if step == self._begin + garbage.SETTLED_AFTER:
                 with phase("record"), self.recorder.away():
-                    garbage.settle()
+                    garbage.freeze()
         return stop
 
     def _carry_out(self, actions: list[Action]) -> None:

@@ -71,7 +71,7 @@ def watched(backend: str, options: dict[str, Any]) -> tuple[Any, Any]:
 
 def observe(module: Any, observer: Any, regime: str) -> tuple[HeadSums, Any, tuple[Any, ...]]:
     """Sums after one forward and backward; what was seen; the inputs [s, 1, h, d]."""
-    from megatron_patch.stability.observe import Request
+    from megatron_patch.stability.observe import ObservationRequest
 
     q, k, v, do = (
         x.permute(1, 0, 2)[:, None].contiguous()
@@ -86,7 +86,7 @@ def observe(module: Any, observer: Any, regime: str) -> tuple[HeadSums, Any, tup
         kept.append(seen)
         sums.add(seen, dout)
 
-    observer.arm([Request(micro_batch=0, layers=None, callback=add)])
+    observer.arm([ObservationRequest(micro_batch=0, layers=None, callback=add)])
     q.requires_grad_()
     module(q, k, v, None).backward(do.flatten(2))
     observer.disarm()
@@ -121,15 +121,15 @@ def test_an_observation_never_waits_for_the_device(backend: str, options: dict[s
     q, k, v = (torch.randn(N, 1, HEADS, D, device="cuda").bfloat16() for _ in range(3))
     do = torch.randn(N, 1, HEADS * D, device="cuda").bfloat16()
     q.requires_grad_()
-    from megatron_patch.stability.observe import Request
+    from megatron_patch.stability.observe import ObservationRequest
 
     sums = HeadSums(
         layers=1, heads=HEADS, first_head=0, rows=32, sequences=1, device=torch.device("cuda")
     )
-    observer.arm([Request(micro_batch=0, layers=None, callback=sums.add)])
+    observer.arm([ObservationRequest(micro_batch=0, layers=None, callback=sums.add)])
     module(q, k, v, None).backward(do)  # shapes of this test, once
     sums.totals()
-    observer.arm([Request(micro_batch=0, layers=None, callback=sums.add)])
+    observer.arm([ObservationRequest(micro_batch=0, layers=None, callback=sums.add)])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

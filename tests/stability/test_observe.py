@@ -76,11 +76,11 @@ def tensors(seed: int = 0) -> tuple[torch.Tensor, ...]:
 @pytest.fixture
 def watched() -> tuple[Any, Any, Any, list[Any]]:
     """(observer, site of the decoder layer, its module, what was seen)."""
-    from megatron_patch.stability.observe import Observer, Request, find_sites
+    from megatron_patch.stability.observe import ObservationRequest, Observer, find_sites
 
     sites = find_sites([Model()], decoder_layers=4)
     observer, found = Observer(sites), []
-    request = Request(micro_batch=1, layers=frozenset([2]),
+    request = ObservationRequest(micro_batch=1, layers=frozenset([2]),
                       callback=lambda seen, do: found.append((seen, do.clone())))  # fmt: skip
     observer.arm([request])
     return observer, sites[0], sites[0].module, found
@@ -145,7 +145,7 @@ def test_inputs_that_are_dropped_and_recomputed_are_back_when_they_are_looked_at
     the storage of q, k and v."""
     from megatron.core.tensor_parallel import CheckpointWithoutOutput
 
-    from megatron_patch.stability.observe import Observer, Request, find_sites
+    from megatron_patch.stability.observe import ObservationRequest, Observer, find_sites
 
     sites = find_sites([Model()], decoder_layers=4)
     observer, found = Observer(sites), []
@@ -154,7 +154,7 @@ def test_inputs_that_are_dropped_and_recomputed_are_back_when_they_are_looked_at
         assert seen.q.untyped_storage().size()  # reading one that is empty ends the process
         found.append([x.clone() for x in (seen.q, seen.k, seen.v, do)])
 
-    observer.arm([Request(micro_batch=0, layers=None, callback=look)])
+    observer.arm([ObservationRequest(micro_batch=0, layers=None, callback=look)])
     latents = tensors()
     kept = CheckpointWithoutOutput(fp8=None)  # of False it makes FP8
     q, k, v = kept.checkpoint(lambda *xs: tuple(2 * x for x in xs), *latents)
@@ -184,14 +184,14 @@ def test_disarmed_and_never_armed_modules_carry_no_hook(watched: Any) -> None:
 def test_what_was_seen_is_freed_with_the_graph(watched: Any) -> None:
     """A hook that held the tensor it stands on would keep every observed step alive."""
     observer, _, module, _ = watched
-    from megatron_patch.stability.observe import Request
+    from megatron_patch.stability.observe import ObservationRequest
 
     kept: list[Any] = []
 
     def keep(seen: Any, do: torch.Tensor) -> None:
         kept.append(weakref.ref(seen.out))
 
-    observer.arm([Request(micro_batch=0, layers=None, callback=keep)])
+    observer.arm([ObservationRequest(micro_batch=0, layers=None, callback=keep)])
     gc.collect()
     gc.disable()
     try:
