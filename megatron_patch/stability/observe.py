@@ -28,6 +28,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.capabilities import OURS
 from megatron_patch.context_parallel.packed import documents_of
+from megatron_patch.parallel.buffers import unwrap
 from megatron_patch.stability.sampling import Geometry
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
@@ -217,7 +218,7 @@ def watched_chunks(chunks: Sequence[Any]) -> Watched:
     Raises:
         ValueError: no core attention is in them, on any rank of this process.
     """
-    roots = [unwrapped(chunk) for chunk in chunks]
+    roots = [unwrap(chunk) for chunk in chunks]
     config: Any = roots[0].config
     layers = int(config.num_layers)
     return Watched(
@@ -272,15 +273,8 @@ def watched_modules(
         kv_heads=kv_heads or heads,
         layer_of=layer_of,
         chunks=[model],
-        roots=[unwrapped(model)],
+        roots=[unwrap(model)],
     )
-
-
-def unwrapped(module: Any) -> torch.nn.Module:
-    """The model inside its wrappers, each of which holds it as ``module``."""
-    while hasattr(module, "module"):
-        module = module.module
-    return module  # type: ignore[no-any-return]
 
 
 class Observer:
@@ -305,12 +299,10 @@ class Observer:
         for site in self.sites if requests else []:
             if not site.hooked:
                 continue
-            self._handles.append(
-                site.module.register_forward_pre_hook(self._before(site), with_kwargs=True)
-            )
-            self._handles.append(
-                site.module.register_forward_hook(self._after(site), with_kwargs=True)
-            )
+            self._handles += [
+                site.module.register_forward_pre_hook(self._before(site), with_kwargs=True),
+                site.module.register_forward_hook(self._after(site), with_kwargs=True),
+            ]
 
     def disarm(self) -> None:
         """Take all hooks off."""

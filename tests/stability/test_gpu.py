@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron_cpu import core_attention
 from regimes import make_regime
 
 from megatron_patch.stability.sums import HeadSums, head_metrics
 from stable_attention.probes import BackendResult, probe
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 N, HEADS, D = 512, 4, 64
 SKIP = 64  # rows that `pick_rows` leaves out of N
 KERNELS = [
@@ -25,47 +25,12 @@ KERNELS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_gpu() -> Iterator[None]:
-    import torch.distributed as dist
-    from megatron.core import parallel_state, tensor_parallel
-
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
 def watched(backend: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """A core-attention module and the observer on it."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_patch.attention.core import CoreAttention
     from megatron_patch.stability.observe import Observer, Site
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HEADS * D,
-        num_attention_heads=HEADS,
-        attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        cuda_graph_modules=[],
-    )
-    module = CoreAttention(
-        config=config,
-        layer_number=1,
-        attn_mask_type=AttnMaskType.causal,
-        attention_type="self",
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        backend=backend,
-        options=options,
-    )
+    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "use_cpu_initialization": False}
+    module = core_attention(HEADS, D, backend=backend, options=options, **bf16)
     return module, Observer([Site(module, 0, "core_attention", torch.nn.Module())])
 
 

@@ -5,51 +5,23 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from megatron_cpu import single_rank
+from megatron_cpu import core_attention
 
 from megatron_patch.stability import guard
 
+pytestmark = pytest.mark.usefixtures("rank")
 S, B, HEADS, GROUPS, DIM = 16, 2, 4, 2, 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def rank() -> Iterator[None]:
-    with single_rank():
-        yield
-
-
 def core(backend: str = "reference", *, bf16: bool = False, **options: Any) -> Any:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_patch.attention.core import CoreAttention
-
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=HEADS * DIM,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        cuda_graph_modules=[],
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-    )
-    return CoreAttention(
-        config=config,
-        layer_number=3,
-        attn_mask_type=AttnMaskType.causal,
-        attention_type="self",
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        backend=backend,
-        options=options,
-    )
+    return core_attention(
+        HEADS, DIM, backend=backend, options=options, layer_number=3, num_query_groups=GROUPS,
+        bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32,
+    )  # fmt: skip
 
 
 class Model(torch.nn.Module):
