@@ -13,7 +13,7 @@ import sys
 import variants
 
 from megatron_patch.cli import app
-from megatron_patch.cli.common import add_overrides, load, tell
+from megatron_patch.cli.common import add_overrides, load, report_error
 from megatron_patch.runtime.lifeline import die_with_launcher
 
 
@@ -29,7 +29,7 @@ def main() -> int:
     try:
         return train(args)
     except variants.VariantError as error:
-        tell(error)
+        report_error(error)
         return 2
     except KeyboardInterrupt:
         return app.INTERRUPTED
@@ -37,7 +37,7 @@ def main() -> int:
         code = app.exit_code(error)
         if code is None:
             raise
-        tell(error)
+        report_error(error)
         return code
 
 

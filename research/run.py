@@ -44,7 +44,7 @@ from protocol import ExperimentError, Run, check_data, describe, read
 from variants import VARIANTS
 
 from megatron_patch.cli import app
-from megatron_patch.cli.common import add_overrides, tell
+from megatron_patch.cli.common import add_overrides, report_error
 from megatron_patch.monitor.metrics import duration
 from megatron_patch.runtime.environment import TORCHRUN_VARIABLES, visible_devices
 from megatron_patch.runtime.files import write_whole
@@ -443,7 +443,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(args)
     except ExperimentError as error:
-        tell(error)
+        report_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         return app.INTERRUPTED
@@ -451,7 +451,7 @@ def main(argv: list[str] | None = None) -> int:
         code = app.exit_code(error)
         if code is None:
             raise
-        tell(error)
+        report_error(error)
         return code
 
 

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,7 @@ from megatron_cpu import (
 from megatron_patch.context_parallel.layout import shard
 from megatron_patch.core_patches import cpu_mode
 from megatron_patch.parallel import setup
+from megatron_patch.parallel.buffers import unwrap
 from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime.watcher import Watcher
 from megatron_patch.schema.data import DataConfig
@@ -53,7 +55,7 @@ from megatron_patch.schema.run import RunConfig
 from megatron_patch.schema.training import RecomputeConfig
 from megatron_patch.training import auxiliary
 from megatron_patch.training.evaluate import evaluate
-from megatron_patch.training.finite import global_name, unwrap
+from megatron_patch.training.finite import global_name
 from megatron_patch.training.session import Session, build_session
 from megatron_patch.training.signals import StopFlags
 from megatron_patch.training.step import fetch, train_step
@@ -232,16 +234,16 @@ class Snapshot(Watcher):
 
     def __init__(self, session: Session) -> None:
         from megatron_patch.stability.gradients import LayerNorms
+        from megatron_patch.stability.observe import layer_of
 
         self.session = session
         roots = [unwrap(chunk) for chunk in session.chunks]
-        layers = session.run.model.num_layers
         self.norms = LayerNorms(
             session.chunks,
             roots,
-            decoder_layers=layers,
             layers=session.run.model.attention_layers,
             device=torch.device("cpu"),
+            find=partial(layer_of, decoder_layers=session.run.model.num_layers),
         )
 
     def grads_reduced(self) -> None:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,3 +108,28 @@ def rank() -> Iterator[None]:
 
     with single_rank():
         yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of a module are, which its tests look at."""
+    return tmp_path_factory.mktemp("folder")
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> Iterator[None]:
+    """One Megatron-Core rank on the first GPU."""
+    from megatron_cpu import single_gpu
+
+    with single_gpu():
+        yield
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Any]:
+    """A gloo group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()

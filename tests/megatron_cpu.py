@@ -1,4 +1,4 @@
-"""One Megatron-Core rank on the CPU inside a test process, and small runs for it."""
+"""One Megatron-Core rank inside a test process, on the CPU or a GPU, and small runs for it."""
 
 from __future__ import annotations
 
@@ -47,6 +47,20 @@ def single_rank(seed: int = 1) -> Iterator[None]:
         if dist.is_initialized():
             dist.destroy_process_group()
         cpu_mode.uninstall()
+
+
+@contextlib.contextmanager
+def single_gpu() -> Iterator[None]:
+    """An NCCL group of one on the first GPU, Megatron's groups and seeds; undone at the end."""
+    from megatron.core import parallel_state
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    reseed()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def forget_trackers() -> None:
@@ -105,6 +119,38 @@ def tiny_run(
         data=DataConfig(),
         attention=AttentionConfig(**({"backend": "reference"} | (attention or {}))),
         parallel=ParallelConfig(**(parallel or {})),
+    )
+
+
+def core_attention(
+    heads: int,
+    head_dim: int,
+    *,
+    backend: str = "reference",
+    options: dict[str, Any] | None = None,
+    layer_number: int = 1,
+    groups: Any = None,
+    cp_comm_type: str | None = None,
+    **changes: Any,
+) -> Any:
+    """`CoreAttention` of the rank, whose configuration is changed as asked."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_patch.attention.core import CoreAttention
+
+    shape = {"num_layers": 4, "hidden_size": heads * head_dim, "num_attention_heads": heads}
+    plain = {"attention_dropout": 0.0, "use_cpu_initialization": True, "cuda_graph_modules": []}
+    return CoreAttention(
+        config=TransformerConfig(**(shape | plain | changes)),
+        layer_number=layer_number,
+        attn_mask_type=AttnMaskType.causal,
+        attention_type="self",
+        cp_comm_type=cp_comm_type,
+        pg_collection=groups or ProcessGroupCollection.use_mpu_process_groups(),
+        backend=backend,
+        options=options,
     )
 
 

@@ -46,6 +46,14 @@ checkpoint: {interval: null}
 logging: {interval: 1, tensorboard: false}
 """
 
+ONE_LAYER = ["training.precision=bf16", "attention.backend=stable_flash",
+             "attention.stabilizer=none", "model.num_layers=1", "model.num_attention_heads=2",
+             "model.num_query_groups=2", "model.hidden_size=16", "model.ffn_hidden_size=16",
+             "model.seq_length=16", "training.global_batch_size=2", "training.deterministic=true",
+             "optimizer.schedule=constant", "optimizer.warmup_steps=0", "stability.interval=1",
+             "stability.rule.confirm_steps=0"]  # fmt: skip
+"""Settings of a run of our kernels that is small enough for Triton's interpreter, all observed."""
+
 
 def run_ranks(
     folder: Path,
@@ -158,6 +166,11 @@ def end_all(processes: list[BaseProcess]) -> list[int | None]:
                 os.killpg(p.pid, signal.SIGKILL)
         p.join()
     return codes
+
+
+def log_of(folder: Path, name: str) -> str:
+    """What a run has logged."""
+    return (folder / "runs" / name / "train.log").read_text()
 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, str]]:

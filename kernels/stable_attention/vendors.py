@@ -236,7 +236,7 @@ def select(problem: Problem, device: torch.device) -> Vendor | None:
         return row
     if wanted == "auto":
         return None
-    others = [x for x in BACKWARDS if x in ("auto", "own") or x in able(problem, arch)]
+    others = [x for x in BACKWARDS if x in ("auto", "own") or x in alternatives(problem, arch)]
     raise AttentionArgumentError(
         "backward",
         f"{wanted!r}, which lacks {', '.join(missing)}",
@@ -245,6 +245,6 @@ def select(problem: Problem, device: torch.device) -> Vendor | None:
     )
 
 
-def able(problem: Problem, arch: str) -> list[str]:
+def alternatives(problem: Problem, arch: str) -> list[str]:
     """Names of the vendors whose backward could serve a problem on an architecture."""
     return [row.name for row in VENDORS if not any(lacks(row, problem, arch))]

@@ -10,7 +10,10 @@ from typing import Any
 
 
 class Collective:
-    """Ranks of one job that take every decision together: here a job of one rank."""
+    """Ranks of one job that take every decision together: here a job of one rank.
+
+    All ranks call every method, in the same order.
+    """
 
     rank: int = 0
     size: int = 1

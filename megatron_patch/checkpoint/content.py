@@ -26,6 +26,7 @@ from megatron_patch.checkpoint.errors import (
     is_passing,
     no_checkpoint,
 )
+from megatron_patch.parallel.buffers import unwrap
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -50,16 +51,10 @@ class Parts:
 
     def models(self) -> dict[str, Any]:
         """Bare models by their name in the state dict."""
-        bare = [_unwrap(chunk) for chunk in self.chunks]
+        bare = [unwrap(chunk) for chunk in self.chunks]
         if len(bare) == 1:
             return {"model": bare[0]}
         return {f"model{index}": model for index, model in enumerate(bare)}
-
-
-def _unwrap(model: Any) -> Any:
-    while hasattr(model, "module"):
-        model = model.module
-    return model
 
 
 def core_metadata(optimizer_sharding: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import sys
 
 import megatron_patch
 from megatron_patch.cli import checkpoint, cluster, config, inspect, prepare_data, train
-from megatron_patch.cli.common import Parser, tell
+from megatron_patch.cli.common import Parser, report_error
 
 COMMANDS = train, cluster, prepare_data, config, inspect, checkpoint
 OURS = ("megatron_patch", "stable_attention")
@@ -63,7 +63,7 @@ def run(argv: list[str] | None = None) -> int:
         code = exit_code(error)
         if code is None:
             raise
-        tell(error)
+        report_error(error)
         return code
 
 

@@ -71,10 +71,10 @@ def load(file: str, overrides: list[str], *, for_job: bool = False) -> Loaded:
 
 
 logged: list[str] = []
-"""What `tell` was given, on every rank; the launcher writes the last one beside the exit code."""
+"""What `report_error` got, on every rank; the launcher writes the last one beside the exit code."""
 
 
-def tell(error: BaseException) -> None:
+def report_error(error: BaseException) -> None:
     """Print ``error`` on stderr, once a node under torchrun (every process of it has the same).
 
     Once a node, not once a job: a file that is missing on one node only would otherwise end the

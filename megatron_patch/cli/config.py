@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_patch.cli.common import Subparsers, add_overrides, as_path, load, tell
+from megatron_patch.cli.common import Subparsers, add_overrides, as_path, load, report_error
 from megatron_patch.schema import paths
 from megatron_patch.schema.problem import printable
 
@@ -97,7 +97,7 @@ def run_check(args: argparse.Namespace) -> int:
         try:
             loaded = load(file, args.overrides)
         except ConfigError as error:
-            tell(error)
+            report_error(error)
             code = error.exit_code
         else:
             print(f"{file}: ok")

@@ -265,7 +265,7 @@ def _local_place() -> tuple[int, int]:
 
 
 def _gather[T](value: T) -> list[T]:
-    """Every rank's value, or just ours where there is no process group."""
+    """Every rank's value, or just ours where there is no process group. Collective."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

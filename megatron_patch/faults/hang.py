@@ -113,7 +113,7 @@ class HangWatcher:
         self._over.set()
         self._thread.join(5)
 
-    def settle(self, error: BaseException) -> None:
+    def await_report(self, error: BaseException) -> None:
         """The main thread has failed; does not return where a hang is the reason.
 
         The first ranks to leave after a hang break the connections of those still writing, whose

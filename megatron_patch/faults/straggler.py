@@ -138,6 +138,7 @@ class Stragglers(Watcher):
         )
         self._steps, self._before = 0, now
         every = [torch.zeros_like(mine) for _ in range(self._layout.world_size)]
+        # Collective: every rank sends at the same step.
         work = torch.distributed.all_gather(every, mine, async_op=True)
         self._pending = step, work, every
 

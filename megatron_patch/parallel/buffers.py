@@ -1,10 +1,17 @@
-"""Which part of Megatron-Core's data-parallel buffers is this rank's own."""
+"""Megatron-Core's data-parallel wrappers: the model inside, and this rank's own part of buffers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+
+def unwrap(chunk: Any) -> Any:
+    """The model inside precision and data-parallel wrappers, which hold it as ``module``."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
 
 
 def own_values(buffer: Any) -> list[tuple[torch.nn.Parameter, int, int]]:

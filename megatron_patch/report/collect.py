@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.runtime.records import read_rows
+from megatron_patch.schema.effective import flatten
 
 if TYPE_CHECKING:
     from megatron_patch.stability.record import Telemetry
@@ -150,21 +151,13 @@ def _yaml(path: Path, notes: list[str]) -> list[tuple[str, str]]:
 
     try:
         # BaseLoader makes text of every scalar and nothing else of any tag.
-        return list(_flat(yaml.load(path.read_text(errors="replace"), Loader=yaml.BaseLoader)))
+        tree = flatten(yaml.load(path.read_text(errors="replace"), Loader=yaml.BaseLoader))
+        return [(key, str(v)) for key, v in tree.items() if key and v not in ({}, [])]
     except FileNotFoundError:
         pass
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         notes.append(f"{path.name} could not be read: {type(error).__name__}")
     return []
-
-
-def _flat(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(node, (dict, list)):
-        items = node.items() if isinstance(node, dict) else enumerate(node)
-        for key, value in items:
-            yield from _flat(value, f"{path}.{key}" if path else str(key))
-    elif path:
-        yield path, str(node)
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:

@@ -16,12 +16,12 @@ SETTLED_AFTER = 2
 compiled, optimizer state allocated."""
 
 
-def settle() -> None:
+def freeze() -> None:
     """Take what is alive now out of all later passes."""
     gc.collect()
     gc.freeze()
 
 
 def release() -> None:
-    """Undo `settle`: a process that trains again must be able to free what the first run made."""
+    """Undo `freeze`: a process that trains again must be able to free what the first run made."""
     gc.unfreeze()

@@ -179,7 +179,7 @@ def _values(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], se
     paths that are `IDLE`."""
     unknown: dict[str, Any] = {}
     run = _read(RunConfig, tree, "", unknown)
-    flat, written = _flat(asdict(run)) | (_flat(unknown) if unknown else {}), dict[str, Any]()
+    flat, written = flatten(asdict(run)) | (flatten(unknown) if unknown else {}), dict[str, Any]()
     for path, derive in DERIVED.items():
         inside = {key: value for key, value in flat.items() if f"{key}.".startswith(f"{path}.")}
         if not inside:  # of a section that is not there
@@ -241,12 +241,12 @@ def _value(hint: Any, value: Any, path: str, unknown: dict[str, Any]) -> Any:
     return value
 
 
-def _flat(node: Any, path: str = "") -> dict[str, Any]:
+def flatten(node: Any, path: str = "") -> dict[str, Any]:
     """Dotted path -> every scalar; an empty list or section is its own value."""
     if not (isinstance(node, (dict, list)) and node):
         return {path: node}
     items = node.items() if isinstance(node, dict) else enumerate(node)
     flat: dict[str, Any] = {}
     for key, value in items:
-        flat |= _flat(value, f"{path}.{key}" if path else str(key))
+        flat |= flatten(value, f"{path}.{key}" if path else str(key))
     return flat

@@ -28,7 +28,7 @@ from megatron_patch.context_parallel import layout
 from megatron_patch.runtime.files import replacing
 from megatron_patch.runtime.records import BestEffort
 from megatron_patch.stability.names import LEVELS, error_to_signal
-from megatron_patch.stability.observe import Request, Seen
+from megatron_patch.stability.observe import ObservationRequest, Seen
 from megatron_patch.stability.sampling import gather
 from megatron_patch.stability.weights import exact_norms
 
@@ -313,7 +313,7 @@ class Capturer:
         self._next = Wanted(trigger="-".join(new), heads=heads)
         return None
 
-    def request(self, step: int) -> Request | None:
+    def request(self, step: int) -> ObservationRequest | None:
         """What to look at in ``step``; None if nothing is captured there by this rank."""
         options = self._options
         wanted, self._next = self._next, None
@@ -326,7 +326,7 @@ class Capturer:
             )
         if wanted is None or not wanted.heads or self._groups.dp_rank != 0:
             return None
-        return Request(
+        return ObservationRequest(
             micro_batch=0,
             layers=frozenset(wanted.heads),
             callback=lambda seen, dout: self._take(step, wanted, seen, dout),

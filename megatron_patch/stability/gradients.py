@@ -16,7 +16,6 @@ Shape legend: L layers of the whole model; one more slot holds what is outside t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,6 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_patch.parallel.buffers import own_values
-from megatron_patch.stability.observe import layer_of
 
 
 class LayerNorms:
@@ -36,10 +34,9 @@ class LayerNorms:
     Args:
         chunks: Megatron's DistributedDataParallel modules, or models of any kind.
         roots: the models inside, in the same order.
-        decoder_layers: of the whole model.
         layers: slots before the last one (decoder and multi-token-prediction layers).
         device: where the sums live.
-        find: layer of a parameter by root and name; default: of a GPTModel.
+        find: layer of a parameter by root and name; None outside the layers.
         first: whether this rank counts what all data-parallel ranks have.
     """
 
@@ -48,13 +45,11 @@ class LayerNorms:
         chunks: Sequence[Any],
         roots: Sequence[torch.nn.Module],
         *,
-        decoder_layers: int,
         layers: int,
         device: torch.device,
-        find: Callable[[torch.nn.Module, str], int | None] | None = None,
+        find: Callable[[torch.nn.Module, str], int | None],
         first: bool = True,
     ) -> None:
-        find = find or functools.partial(layer_of, decoder_layers=decoder_layers)
         self.squares = torch.zeros(layers + 1, dtype=torch.float64, device=device)
         self._pieces: list[tuple[Any, int, int]] = []  # buffer, first and last value
         slots: list[int] = []

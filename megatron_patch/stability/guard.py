@@ -121,7 +121,7 @@ def recall(run_dir: Path) -> int:
     return int(step)
 
 
-def told(run_dir: Path, step: int, *, first: bool, say: Callable[[str], None]) -> int:
+def recall_together(run_dir: Path, step: int, *, first: bool, log: Callable[[str], None]) -> int:
     """What the file of a run that goes on after ``step`` tells of, on all ranks. Collective.
 
     Raises:
@@ -136,7 +136,7 @@ def told(run_dir: Path, step: int, *, first: bool, say: Callable[[str], None]) -
             if found[0] and not step:
                 # Begun anew on purpose: a run that misses its checkpoints is refused.
                 (run_dir / FILE).unlink()
-                say(f"stability guard: begins anew at step 0, without {FILE}")
+                log(f"stability guard: begins anew at step 0, without {FILE}")
         except ConfigError as error:
             found[1] = error
     found = from_first(found)

@@ -36,7 +36,7 @@ from megatron_patch.attention.capabilities import EXACT_DELTA
 from megatron_patch.runtime.watcher import Pin, Stop
 from megatron_patch.schema.problem import ConfigError
 from megatron_patch.schema.stability import StabilityConfig
-from megatron_patch.stability import guard, names, record
+from megatron_patch.stability import guard, names, observe, record
 from megatron_patch.stability.capture import Capturer, triggers_in
 from megatron_patch.stability.gradients import LayerNorms
 from megatron_patch.stability.groups import Groups, from_first
@@ -44,7 +44,7 @@ from megatron_patch.stability.guard import Switch
 from megatron_patch.stability.history import History
 from megatron_patch.stability.key_sums import KeySums, key_metrics
 from megatron_patch.stability.look_back import LookBack
-from megatron_patch.stability.observe import Observer, Request, Seen, Watched, watched_chunks
+from megatron_patch.stability.observe import Observer, Seen, Watched
 from megatron_patch.stability.reduction import Arrived, Reduction
 from megatron_patch.stability.step_window import StepWindow
 from megatron_patch.stability.sums import FIELDS, HeadSums, head_metrics
@@ -105,7 +105,7 @@ class AttentionMonitor:
     ) -> None:
         if isinstance(model, torch.nn.Module):
             model = [model]
-        self.watched = model if isinstance(model, Watched) else watched_chunks(model)
+        self.watched = model if isinstance(model, Watched) else observe.watched_chunks(model)
         self.options = options or StabilityConfig()
         if problems := list(self.options.problems()):
             raise ConfigError(problems)
@@ -145,7 +145,6 @@ class AttentionMonitor:
         self.norms = LayerNorms(
             watched.chunks,
             watched.roots,
-            decoder_layers=watched.layers,
             layers=watched.layers,
             device=groups.device,
             find=watched.layer_of,
@@ -198,7 +197,7 @@ class AttentionMonitor:
         if switched_at is None:
             switched_at = int((state or {}).get("switched_at", 0))
         first = self.groups.rank == 0
-        noted = guard.told(self.directory, step, first=first, say=self._log)
+        noted = guard.recall_together(self.directory, step, first=first, log=self._log)
         self.switched_at = guard.in_force_from(switched_at, noted, step=step)
         if self.switched_at and not switched_at:
             self._log(
@@ -282,7 +281,9 @@ class AttentionMonitor:
             self.keys.clear()
             self.norms.clear()
             add, inputs = self._add, self.keys.add_input
-            requests.append(Request(micro_batch=0, layers=None, callback=add, inputs=inputs))
+            requests.append(
+                observe.ObservationRequest(micro_batch=0, layers=None, callback=add, inputs=inputs)
+            )
         capture = self.capturer.request(step)
         if capture is not None:
             requests.append(capture)
@@ -350,16 +351,15 @@ class AttentionMonitor:
         self.window.observe(loss, 0.0 if grad_norm is None else grad_norm)
         found = self.flush(step)
         if self._observing:
-            self._send(step, self._lr() if lr is None else lr)
+            self._send(step, lr)
         self._observing = False
         return found
 
-    def _lr(self) -> float:
-        groups = getattr(self._optimizer, "param_groups", None) or [{}]
-        return float(groups[0].get("lr", math.nan))
-
-    def _send(self, step: int, lr: float) -> None:
+    def _send(self, step: int, lr: float | None) -> None:
         """Start what was summed on its way."""
+        if lr is None:
+            groups = getattr(self._optimizer, "param_groups", None) or [{}]
+            lr = float(groups[0].get("lr", math.nan))
         sums, logits = self.heads.totals()
         maxima = torch.full((3, *logits.shape), -math.inf, device=self.groups.device)
         maxima[0] = logits
@@ -399,8 +399,6 @@ class AttentionMonitor:
         """What a checkpoint keeps: plain data, the same on every rank, for any layout."""
         return self.window.state() | {"switched_at": self.switched_at}
 
-    # ------------------------------------------------------------------- read
-
     def finish(self, step: int) -> Record | None:
         """Take in what is on its way, as the step after ``step`` would. Collective.
 
@@ -426,7 +424,7 @@ class AttentionMonitor:
 
     def flush(self, now: int) -> Record | None:
         """Take in the record on its way, if there is one, after step ``now``; on all ranks."""
-        arrived = self.reduction.take()
+        arrived = self.reduction.drain()
         if arrived is None:
             return None
         sums, keys, squares, series = arrived.sums
@@ -449,11 +447,11 @@ class AttentionMonitor:
         in_force = self.switched_at if self.options.guard == "switch" else 0
         scalars["level"], scalars["switched"] = float(self.verdict.code), float(in_force)
         shown: dict[str, float] = {}
+        heads: dict[str, np.ndarray] = {}
         if self._writer is not None:
             self._writer.write(arrived.step, scalars=scalars, layers=by_layer, heads=by_head)
-            shown = names.shown(scalars, by_layer, by_head)
+            shown, heads = names.shown(scalars, by_layer, by_head), by_head
             self.max_logits = arrived.step, by_head["max_logit"]
-        heads = by_head if self._writer is not None else {}
         return Record(arrived.step, self.verdict, tuple(actions), shown, heads)
 
     def _scalars(self, arrived: Arrived, series: np.ndarray) -> dict[str, float]:

@@ -131,5 +131,5 @@ def summary(scalars: Mapping[str, float], heads: Mapping[str, np.ndarray]) -> di
     tables["coherence"] = coherence(heads["delta_error_mean"], heads["delta_error_rms"])
     known = {name: np.nanmax(table) for name, table in tables.items() if np.isfinite(table).any()}
     found = {f"stability/{name}": float(value) for name, value in known.items()}
-    told = ("stability/level", "stability/spike_score")
-    return {name: scalars[name] for name in told if name in scalars} | found
+    logged = ("stability/level", "stability/spike_score")
+    return {name: scalars[name] for name in logged if name in scalars} | found

@@ -28,6 +28,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.capabilities import OURS
 from megatron_patch.context_parallel.packed import documents_of
+from megatron_patch.parallel.buffers import unwrap
 from megatron_patch.stability.sampling import Geometry
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
@@ -153,7 +154,7 @@ InputCallback = Callable[[Seen, str, torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class ObservationRequest:
     """Which call of a step somebody wants to see."""
 
     micro_batch: int
@@ -217,7 +218,7 @@ def watched_chunks(chunks: Sequence[Any]) -> Watched:
     Raises:
         ValueError: no core attention is in them, on any rank of this process.
     """
-    roots = [unwrapped(chunk) for chunk in chunks]
+    roots = [unwrap(chunk) for chunk in chunks]
     config: Any = roots[0].config
     layers = int(config.num_layers)
     return Watched(
@@ -272,15 +273,8 @@ def watched_modules(
         kv_heads=kv_heads or heads,
         layer_of=layer_of,
         chunks=[model],
-        roots=[unwrapped(model)],
+        roots=[unwrap(model)],
     )
-
-
-def unwrapped(module: Any) -> torch.nn.Module:
-    """The model inside its wrappers, each of which holds it as ``module``."""
-    while hasattr(module, "module"):
-        module = module.module
-    return module  # type: ignore[no-any-return]
 
 
 class Observer:
@@ -294,23 +288,21 @@ class Observer:
     def __init__(self, sites: Sequence[Site], *, cp_group: Any = None) -> None:
         self.sites = list(sites)
         self._cp_group = cp_group
-        self._requests: list[Request] = []
+        self._requests: list[ObservationRequest] = []
         self._calls: dict[int, int] = {}
         self._handles: list[Any] = []
 
-    def arm(self, requests: Sequence[Request]) -> None:
+    def arm(self, requests: Sequence[ObservationRequest]) -> None:
         """Watch from now on until `disarm`; nothing to watch costs nothing."""
         self.disarm()
         self._requests, self._calls = list(requests), {}
         for site in self.sites if requests else []:
             if not site.hooked:
                 continue
-            self._handles.append(
-                site.module.register_forward_pre_hook(self._before(site), with_kwargs=True)
-            )
-            self._handles.append(
-                site.module.register_forward_hook(self._after(site), with_kwargs=True)
-            )
+            self._handles += [
+                site.module.register_forward_pre_hook(self._before(site), with_kwargs=True),
+                site.module.register_forward_hook(self._after(site), with_kwargs=True),
+            ]
 
     def disarm(self) -> None:
         """Take all hooks off."""
@@ -321,7 +313,7 @@ class Observer:
             if getattr(site.module, "observed", None) is not None:
                 site.module.observed = None  # type: ignore[assignment]
 
-    def _wanted(self, site: Site) -> list[Request]:
+    def _wanted(self, site: Site) -> list[ObservationRequest]:
         if not torch.is_grad_enabled():
             return []
         call = self._calls.get(id(site.module), 0)
@@ -417,7 +409,7 @@ def to_sbhd(x: torch.Tensor, order: str, shape: Sequence[int]) -> torch.Tensor:
     return x.reshape([size[axis] for axis in order]).permute([order.index(axis) for axis in "sbhd"])
 
 
-def _add_hooks(wanted: Sequence[Request], seen: Seen, output: torch.Tensor) -> None:
+def _add_hooks(wanted: Sequence[ObservationRequest], seen: Seen, output: torch.Tensor) -> None:
     """Let the gradients of this call reach those who asked."""
     k, v = seen.inputs
     seen = replace(seen, inputs=None)

@@ -70,7 +70,7 @@ class Reduction:
         host.copy_(x, non_blocking=True)
         return host
 
-    def take(self) -> Arrived | None:
+    def drain(self) -> Arrived | None:
         """What is on its way, if anything is."""
         pending, self._pending = self._pending, None
         if pending is None:

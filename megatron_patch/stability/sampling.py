@@ -125,7 +125,7 @@ def sample(rows: torch.Tensor, *, tokens: int, geometry: Geometry) -> Sample:
 
 
 def gather(x: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    """``x`` of every rank of ``group``, in rank order; [x] without a group."""
+    """``x`` of every rank of ``group``, in rank order; [x] without a group. Collective."""
     if group is None:
         return [x]
     x = x.contiguous()

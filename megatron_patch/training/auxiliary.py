@@ -79,7 +79,7 @@ def _tokens(session: Session, batches: list[Batch | None], depths: int) -> torch
         by_position = torch.stack(masks).sum(0)
         counts += torch.stack([by_position[here >= depth].sum() for depth in range(1 + depths)])
     counts = counts.to(layout.device)
-    torch.distributed.all_reduce(counts)
+    torch.distributed.all_reduce(counts)  # Collective: stages that report no loss add zeros
     return counts.float()
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_patch.core_patches.optimizer import ClippedByUpdate
+from megatron_patch.parallel.buffers import unwrap
 from megatron_patch.training.agreement import Agreed, Agreement
 from megatron_patch.training.signals import NO_STOP, STOP_TIME, StopFlags
 
@@ -65,13 +66,6 @@ def global_name(module: torch.nn.Module, name: str) -> str:
     if number is None:
         return name
     return f"{match[1]}{number - 1}.{name[match.end() :]}"
-
-
-def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The GPTModel inside precision and data-parallel wrappers."""
-    while hasattr(chunk, "module") and isinstance(chunk.module, torch.nn.Module):
-        chunk = chunk.module
-    return chunk
 
 
 class StepGuard:

@@ -32,6 +32,7 @@ from megatron_patch.faults.spike import RewindsUsedUp, SpikePolicy
 from megatron_patch.faults.straggler import Stragglers
 from megatron_patch.monitor.hub import Monitor
 from megatron_patch.parallel import setup
+from megatron_patch.parallel.buffers import unwrap
 from megatron_patch.parallel.first_rank import on_first_rank
 from megatron_patch.runtime import garbage
 from megatron_patch.runtime.heartbeat import Heartbeat, phase
@@ -39,7 +40,7 @@ from megatron_patch.runtime.watcher import Action, Pin, ResumePoint, RewindWante
 from megatron_patch.stability.guard import StabilityStop
 from megatron_patch.training import run_directory as directories
 from megatron_patch.training.evaluate import evaluate, parameters_in_place
-from megatron_patch.training.finite import NonFiniteError, unwrap
+from megatron_patch.training.finite import NonFiniteError
 from megatron_patch.training.inheritance import Inheritance
 from megatron_patch.training.process import announce, prepare_process
 from megatron_patch.training.recorder import Recorder
@@ -89,7 +90,7 @@ def train(loaded: Loaded) -> int:
         setup.destroy()
     except BaseException as error:
         if hangs is not None:
-            hangs.settle(error)
+            hangs.await_report(error)
         ledger.record_error(run_dir, layout.rank, error)
         # Elsewhere other ranks may be inside a collective: leaving the groups together is not
         # possible, and the launcher ends them.
@@ -334,7 +335,7 @@ class Trainer:
             self._save(last=last)
             if step == self._begin + garbage.SETTLED_AFTER:
                 with phase("record"), self.recorder.away():
-                    garbage.settle()
+                    garbage.freeze()
         return stop
 
     def _carry_out(self, actions: list[Action]) -> None:

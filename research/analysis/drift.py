@@ -334,9 +334,9 @@ def measure(
     session: Any, loaders: Any, first: int, args: Any, write: Callable[[dict[int, Any]], object]
 ) -> dict[int, Any]:
     """``args.batches`` global batches from number ``first`` (0-based) on; facts by layer."""
-    from megatron_patch.stability.observe import Observer, Request, find_sites
+    from megatron_patch.parallel.buffers import unwrap
+    from megatron_patch.stability.observe import ObservationRequest, Observer, find_sites
     from megatron_patch.training import auxiliary
-    from megatron_patch.training.finite import unwrap
     from megatron_patch.training.step import fetch, run_schedule
 
     run = session.run
@@ -382,7 +382,9 @@ def measure(
             session.optimizer.zero_grad()
             observer.arm(
                 [
-                    Request(micro_batch=i, layers=frozenset([number]), callback=keep(layer))
+                    ObservationRequest(
+                        micro_batch=i, layers=frozenset([number]), callback=keep(layer)
+                    )
                     for number, layer in layers.items()
                     for i in range(session.micro_batches)
                 ]

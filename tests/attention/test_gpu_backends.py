@@ -10,31 +10,17 @@ import os
 
 import pytest
 import torch
-from megatron_cpu import tiny_run
+from megatron_cpu import core_attention, tiny_run
 
 from megatron_patch.attention import registry
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.backends.row import LayerRequirements
 from megatron_patch.attention.capabilities import unsupported
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 S, B, HEADS, GROUPS = 192, 2, 8, 2
 # Transformer Engine brings its own tests; it is part of the model test where it is installed.
 FUSED = ["stable_flash", "sdpa_cudnn", "sdpa_flash"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_gpu():
-    import torch.distributed as dist
-    from megatron.core import parallel_state, tensor_parallel
-
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def here(backend: str, **changes) -> None:
@@ -47,33 +33,9 @@ def here(backend: str, **changes) -> None:
 
 
 def core(backend: str, head_dim: int, **changes):
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_patch.attention.core import CoreAttention
-
-    config = TransformerConfig(
-        **{
-            "num_layers": 1,
-            "hidden_size": HEADS * head_dim,
-            "num_attention_heads": HEADS,
-            "num_query_groups": GROUPS,
-            "attention_dropout": 0.0,
-            "bf16": True,
-            "params_dtype": torch.bfloat16,
-            "cuda_graph_modules": [],
-            **changes,
-        }
-    )
-    return CoreAttention(
-        config=config,
-        layer_number=1,
-        attn_mask_type=AttnMaskType.causal,
-        attention_type="self",
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        backend=backend,
-    )
+    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "use_cpu_initialization": False}
+    changes = bf16 | {"num_query_groups": GROUPS} | changes
+    return core_attention(HEADS, head_dim, backend=backend, **changes)
 
 
 def inputs(head_dim: int, dtype=torch.bfloat16):

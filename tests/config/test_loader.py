@@ -177,10 +177,15 @@ def test_render_names_every_origin(minimal: Path) -> None:
 
 
 def test_loading_does_not_import_torch(write: Write) -> None:
-    """All checks run before anything heavy: a typo must not cost the import of torch."""
+    """All checks run before anything heavy: a typo must not cost the import of torch.
+
+    Nor must the options of prepare-data, and they answer where torch is broken.
+    """
+    heavy = ("torch", "megatron", "numpy", "triton", "tokenizers")
     program = (
-        "import sys; from megatron_patch import config; config.load(sys.argv[1]); "
-        "print([m for m in ('torch', 'megatron', 'numpy', 'triton') if m in sys.modules])"
+        "import sys, megatron_patch.attention.registry, megatron_patch.data.options; "
+        "from megatron_patch import config; config.load(sys.argv[1]); "
+        f"print([m for m in {heavy} if m in sys.modules])"
     )
     command = [sys.executable, "-c", program, str(write(MINIMAL))]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import megatron_cpu
 import torch
 from cp_cases import Case, cut, make_inputs
 
@@ -12,35 +13,15 @@ def core_attention(world: Any, case: Case) -> list[torch.Tensor]:
     """This rank's output with the layer's group, then with a pair for one call, then alone."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_patch.attention.core import CoreAttention
-
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=case.h * case.d,
-        num_attention_heads=case.h,
-        num_query_groups=case.kv,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        cuda_graph_modules=[],
-        context_parallel_size=world.size,
-    )
     groups = ProcessGroupCollection()
     groups.tp = torch.distributed.new_subgroups(1)[0]
     groups.cp = world.groups[world.size]
     groups.hcp = list(world.levels[world.size])
-    module = CoreAttention(
-        config=config,
-        layer_number=1,
-        attn_mask_type=AttnMaskType.causal,
-        attention_type="self",
-        cp_comm_type=case.mode,
-        pg_collection=groups,
-        backend="reference",
-        options={"gradient_wire": "bf16"},
-    )
+    module = megatron_cpu.core_attention(
+        case.h, case.d, groups=groups, cp_comm_type=case.mode, num_query_groups=case.kv,
+        options={"gradient_wire": "bf16"}, context_parallel_size=world.size,
+    )  # fmt: skip
     given = make_inputs(case)
 
     def call(size: int, rank: int, **fields: Any) -> torch.Tensor:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-import torch.distributed as dist
 from cp_cases import Case, cut, make_inputs
 
 from megatron_patch.context_parallel.api import context_parallel_attention
 
 
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def test_a_compiled_function_breaks_its_graph_around_the_attention(alone):
+def test_a_compiled_function_breaks_its_graph_around_the_attention(group):
     case = Case(size=1, mode="p2p")
     given = make_inputs(case)
     leaves = [cut(case, x, 0).requires_grad_() for x in (given.q, given.k, given.v)]
 
     def around(q, k, v):
-        out = context_parallel_attention(2 * q, k, v, group=alone, backend="reference", causal=True)
+        out = context_parallel_attention(2 * q, k, v, group=group, backend="reference", causal=True)
         return torch.sin(out)
 
     torch._dynamo.reset()

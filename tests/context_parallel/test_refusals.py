@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from emulate import Exchange, levels_of
 
 from megatron_patch.context_parallel.api import (
@@ -43,20 +42,13 @@ def test_heads_and_groups():
         one(kv=3)
 
 
-@pytest.fixture(scope="module")
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 def inputs(s: int = 8, h: int = 4, kv: int = 2, d: int = 8) -> list[torch.Tensor]:
     return [torch.randn(s, 1, n, d, requires_grad=True) for n in (h, kv, kv)]
 
 
-def test_options(alone):
+def test_options(group):
     def call(**options):
-        settings = {"group": alone, "backend": "reference", **options}
+        settings = {"group": group, "backend": "reference", **options}
         return context_parallel_attention(*inputs(), **settings)
 
     for changes, text in (
@@ -129,12 +121,12 @@ def test_packs_are_checked_on_request(monkeypatch):
         call([0, 5, 9], [0, 8, 32])
 
 
-def test_a_group_of_one_is_plain_attention(alone):
+def test_a_group_of_one_is_plain_attention(group):
     """Odd lengths included, and strided views as Megatron-Core passes them."""
     q, k, v = inputs(s=7)
     fused = torch.cat([k, v], -1)
     out, top = context_parallel_attention(
-        q, fused[..., :8], fused[..., 8:], group=alone, backend="reference", causal=True,
+        q, fused[..., :8], fused[..., 8:], group=group, backend="reference", causal=True,
         window=(3, 0), return_max_logits=True,
     )  # fmt: skip
     want, want_top = reference_attention(
@@ -147,12 +139,12 @@ def test_a_group_of_one_is_plain_attention(alone):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_pack_on_a_group_of_one_is_plain_attention(alone):
+def test_a_pack_on_a_group_of_one_is_plain_attention(group):
     """Documents of odd lengths, which one rank need not pad."""
     real, padded = padded_cu_seqlens([5, 3], 1)
     q, k, v = (x.detach()[:, 0] for x in inputs())
     out = context_parallel_attention(
-        q, k, v, group=alone, layout="thd", backend="reference", causal=True, cu_seqlens=real,
+        q, k, v, group=group, layout="thd", backend="reference", causal=True, cu_seqlens=real,
         cu_seqlens_padded=padded, max_seqlen=5,
     )  # fmt: skip
     want = reference_attention(

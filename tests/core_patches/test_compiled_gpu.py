@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from error_bound import check
 from stream_cases import added, alone, double, handed_on
@@ -15,13 +14,6 @@ from megatron_patch.core_patches import activation, norms, residual
 from megatron_patch.core_patches.cross_entropy import cross_entropy
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cpu import single_rank
+from megatron_cpu import single_gpu, single_rank
 
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.registry import BackendError
@@ -20,21 +20,9 @@ SERVED = [name for name, row in BACKENDS.items() if not row.module]  # by `CoreA
 
 @pytest.fixture(autouse=True)
 def one_rank(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.node.get_closest_marker("gpu") is None:
-        with single_rank():
-            yield
-        return
-    from megatron.core import parallel_state, tensor_parallel
-
-    torch.cuda.set_device(0)
-    torch.distributed.init_process_group(
-        "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+    on_gpu = request.node.get_closest_marker("gpu") is not None
+    with single_gpu() if on_gpu else single_rank():
+        yield
 
 
 def hybrid(

@@ -44,7 +44,7 @@ def loses_the_others():  # as a collective does, when they leave before this ran
     try:
         raise ConnectionError("closed by peer")
     except ConnectionError as error:
-        watcher.settle(error)
+        watcher.await_report(error)
         watcher.stop()
         raise
 
@@ -164,7 +164,7 @@ def test_an_error_without_a_hang_is_left_to_the_caller(
     watcher.start()
     with monkeypatch.context() as patched:
         patched.setattr(watcher._thread, "join", lambda *seconds: pytest.fail("it waits"))
-        watcher.settle(ConnectionError("closed by peer"))
+        watcher.await_report(ConnectionError("closed by peer"))
     watcher.stop()
 
 

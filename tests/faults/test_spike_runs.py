@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_ranks import figures, metrics, run_ranks
+from training_ranks import figures, log_of, metrics, run_ranks
 
 from megatron_patch.stability import record
 
@@ -31,11 +31,6 @@ SKIPPED = {"windows": [[6, 2]], "rewinds": 1}
 
 def run(name: str, action: str, *keys: str, **faults: Any) -> dict[str, Any]:
     return {"set": [f"name={name}", *WATCH, f"faults.spike.action={action}", *keys], **faults}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("spikes")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +135,7 @@ def test_a_rewind_moves_aside_and_deletes_nothing(two: Any, folder: Path) -> Non
     told = [tuple(row.split(",")[:2]) for row in rows[1:]]
     # Step 8 had no update to record before the rewind.
     assert told[5:9] == [("6", "1"), ("7", "1"), ("7", "2"), ("8", "2")]
-    log = (folder / "runs" / "rewind" / "train.log").read_text()
+    log = log_of(folder, "rewind")
     assert "going back to step 6; global batches 6-7 are left out (rewind 1 of 3)" in log
     aside = folder / "runs" / "margin" / "checkpoints" / "aside"
     (moved,) = aside.iterdir()
@@ -150,7 +145,7 @@ def test_a_rewind_moves_aside_and_deletes_nothing(two: Any, folder: Path) -> Non
 @pytest.mark.parametrize("name", ["at_once", "narrow"])
 def test_a_rewind_loses_no_record_of_a_step_that_stays(two: Any, folder: Path, name: str) -> None:
     """The record of step 6 is still on its way when step 7 spikes; that of 7 is not kept for 8."""
-    log = (folder / "runs" / name / "train.log").read_text()
+    log = log_of(folder, name)
     assert "going back to step 6;" in log
     assert record.read(folder / "runs" / name).steps.tolist() == list(range(1, 13))
 
@@ -173,7 +168,7 @@ def test_a_graceful_stop_leaves_the_checkpoint_a_rewind_goes_to(two: Any, folder
 
 def test_without_a_checkpoint_the_update_is_dropped_and_said(two: Any, folder: Path) -> None:
     assert two["early"][0]["code"] == 0
-    log = (folder / "runs" / "early" / "train.log").read_text()
+    log = log_of(folder, "early")
     why = "there is no good checkpoint of step 4 or before to go back to"
     assert f"{why}: the update is dropped instead" in log
     assert metrics(folder / "runs" / "early")[12]["skipped"] == "1"

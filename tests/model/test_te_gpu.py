@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from megatron_cpu import SEQ, VOCAB, tiny_run
+from megatron_cpu import SEQ, VOCAB, single_gpu, tiny_run
 from regimes import make_regime
 
 from megatron_patch.core_patches.rope import own_rope
@@ -31,19 +31,11 @@ def needs(module: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_gpu():
-    import torch.distributed as dist
-    from megatron.core import parallel_state, tensor_parallel
-
     needs("transformer_engine")
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    yield
-    own_rope.undo()
-    weight_gradient.undo()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    with single_gpu():
+        yield
+        own_rope.undo()
+        weight_gradient.undo()
 
 
 def built(model=None, attention=None, **training):

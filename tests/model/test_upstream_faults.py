@@ -5,9 +5,7 @@ Those that can be reached are compared with one rank in tests/training/test_comp
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import typing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ import torch
 from compositions import FEATURES, VOCAB, run_of
 from megatron_cpu import layout, single_rank, tiny_run
 
+from megatron_patch.config import types
 from megatron_patch.core_patches import gpt
 from megatron_patch.schema.run import RunConfig
 from megatron_patch.training.step import forward_step
@@ -47,20 +46,9 @@ OFF = {
 }
 
 
-def keys(section: type, path: str = "") -> set[str]:
-    """Every key of the configuration below a section."""
-    found = set()
-    for name, hint in typing.get_type_hints(section).items():
-        found.add(path + name)
-        for kind in (hint, *typing.get_args(hint)):
-            if dataclasses.is_dataclass(kind):
-                found |= keys(kind, f"{path}{name}.")
-    return found
-
-
 @pytest.mark.parametrize("fault", ABSENT)
 def test_no_key_leads_there(fault):
-    every = keys(RunConfig)
+    every = {key for key, _ in types.walk(RunConfig)}
     assert "model.moe.top_k" in every and "data.tokenizer.kind" in every
     assert [key for key in every if re.search(ABSENT[fault], key)] == []
 

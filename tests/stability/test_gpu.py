@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron_cpu import core_attention
 from regimes import make_regime
 
 from megatron_patch.stability.sums import HeadSums, head_metrics
 from stable_attention.probes import BackendResult, probe
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 N, HEADS, D = 512, 4, 64
 SKIP = 64  # rows that `pick_rows` leaves out of N
 KERNELS = [
@@ -25,53 +25,18 @@ KERNELS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_gpu() -> Iterator[None]:
-    import torch.distributed as dist
-    from megatron.core import parallel_state, tensor_parallel
-
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
 def watched(backend: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """A core-attention module and the observer on it."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_patch.attention.core import CoreAttention
     from megatron_patch.stability.observe import Observer, Site
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HEADS * D,
-        num_attention_heads=HEADS,
-        attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        cuda_graph_modules=[],
-    )
-    module = CoreAttention(
-        config=config,
-        layer_number=1,
-        attn_mask_type=AttnMaskType.causal,
-        attention_type="self",
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        backend=backend,
-        options=options,
-    )
+    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "use_cpu_initialization": False}
+    module = core_attention(HEADS, D, backend=backend, options=options, **bf16)
     return module, Observer([Site(module, 0, "core_attention", torch.nn.Module())])
 
 
 def observe(module: Any, observer: Any, regime: str) -> tuple[HeadSums, Any, tuple[Any, ...]]:
     """Sums after one forward and backward; what was seen; the inputs [s, 1, h, d]."""
-    from megatron_patch.stability.observe import Request
+    from megatron_patch.stability.observe import ObservationRequest
 
     q, k, v, do = (
         x.permute(1, 0, 2)[:, None].contiguous()
@@ -86,7 +51,7 @@ def observe(module: Any, observer: Any, regime: str) -> tuple[HeadSums, Any, tup
         kept.append(seen)
         sums.add(seen, dout)
 
-    observer.arm([Request(micro_batch=0, layers=None, callback=add)])
+    observer.arm([ObservationRequest(micro_batch=0, layers=None, callback=add)])
     q.requires_grad_()
     module(q, k, v, None).backward(do.flatten(2))
     observer.disarm()
@@ -121,15 +86,15 @@ def test_an_observation_never_waits_for_the_device(backend: str, options: dict[s
     q, k, v = (torch.randn(N, 1, HEADS, D, device="cuda").bfloat16() for _ in range(3))
     do = torch.randn(N, 1, HEADS * D, device="cuda").bfloat16()
     q.requires_grad_()
-    from megatron_patch.stability.observe import Request
+    from megatron_patch.stability.observe import ObservationRequest
 
     sums = HeadSums(
         layers=1, heads=HEADS, first_head=0, rows=32, sequences=1, device=torch.device("cuda")
     )
-    observer.arm([Request(micro_batch=0, layers=None, callback=sums.add)])
+    observer.arm([ObservationRequest(micro_batch=0, layers=None, callback=sums.add)])
     module(q, k, v, None).backward(do)  # shapes of this test, once
     sums.totals()
-    observer.arm([Request(micro_batch=0, layers=None, callback=sums.add)])
+    observer.arm([ObservationRequest(micro_batch=0, layers=None, callback=sums.add)])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

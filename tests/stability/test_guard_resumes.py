@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import training_ranks
-from training_ranks import figures
+from training_ranks import ONE_LAYER, figures, log_of
 
 from megatron_patch.schema.problem import ConfigError
 from megatron_patch.stability import guard, record
@@ -17,13 +17,7 @@ from megatron_patch.stability import guard, record
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("own_worker")]
 
 # One small layer, whose first head is sick from step 6 on: `danger` at step 7, read after step 8.
-SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention.stabilizer=none",
-         "model.num_layers=1", "model.num_attention_heads=2", "model.num_query_groups=2",
-         "model.hidden_size=16", "model.ffn_hidden_size=16", "model.seq_length=16",
-         "training.global_batch_size=2", "training.deterministic=true",
-         "optimizer.schedule=constant", "optimizer.warmup_steps=0", "stability.interval=1",
-         "stability.rule.confirm_steps=0", "stability.rule.watch_logit=1.0e-9",
-         "checkpoint.keep_last=null"]  # fmt: skip
+SMALL = [*ONE_LAYER, "stability.rule.watch_logit=1.0e-9", "checkpoint.keep_last=null"]
 DANGER, SWITCHED = 7, 8
 SWITCH = [*SMALL, "stability.guard=switch"]
 SAVED = f"checkpoint.interval={DANGER}"
@@ -41,11 +35,6 @@ def run(name: str, *keys: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("guard")
-
-
-@pytest.fixture(scope="module")
 def crashes(folder: Path, corpus: Path) -> dict[str, Any]:
     """Runs that end with an error in step 10, their newest checkpoint that of the danger."""
     end = "training.train_steps=11"
@@ -59,10 +48,6 @@ def crashes(folder: Path, corpus: Path) -> dict[str, Any]:
     }
     return dict(zip(plan, training_ranks.run_ranks(folder, corpus, 2, list(plan.values())),
                     strict=True))  # fmt: skip
-
-
-def log_of(folder: Path, name: str) -> str:
-    return (folder / "runs" / name / "train.log").read_text()
 
 
 def weights(results: list[dict[str, Any]]) -> list[str]:

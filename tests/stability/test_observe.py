@@ -5,51 +5,23 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from megatron_cpu import single_rank
+from megatron_cpu import core_attention
 
 from megatron_patch.stability import guard
 
+pytestmark = pytest.mark.usefixtures("rank")
 S, B, HEADS, GROUPS, DIM = 16, 2, 4, 2, 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def rank() -> Iterator[None]:
-    with single_rank():
-        yield
-
-
 def core(backend: str = "reference", *, bf16: bool = False, **options: Any) -> Any:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_patch.attention.core import CoreAttention
-
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=HEADS * DIM,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        cuda_graph_modules=[],
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-    )
-    return CoreAttention(
-        config=config,
-        layer_number=3,
-        attn_mask_type=AttnMaskType.causal,
-        attention_type="self",
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        backend=backend,
-        options=options,
-    )
+    return core_attention(
+        HEADS, DIM, backend=backend, options=options, layer_number=3, num_query_groups=GROUPS,
+        bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32,
+    )  # fmt: skip
 
 
 class Model(torch.nn.Module):
@@ -76,11 +48,11 @@ def tensors(seed: int = 0) -> tuple[torch.Tensor, ...]:
 @pytest.fixture
 def watched() -> tuple[Any, Any, Any, list[Any]]:
     """(observer, site of the decoder layer, its module, what was seen)."""
-    from megatron_patch.stability.observe import Observer, Request, find_sites
+    from megatron_patch.stability.observe import ObservationRequest, Observer, find_sites
 
     sites = find_sites([Model()], decoder_layers=4)
     observer, found = Observer(sites), []
-    request = Request(micro_batch=1, layers=frozenset([2]),
+    request = ObservationRequest(micro_batch=1, layers=frozenset([2]),
                       callback=lambda seen, do: found.append((seen, do.clone())))  # fmt: skip
     observer.arm([request])
     return observer, sites[0], sites[0].module, found
@@ -145,7 +117,7 @@ def test_inputs_that_are_dropped_and_recomputed_are_back_when_they_are_looked_at
     the storage of q, k and v."""
     from megatron.core.tensor_parallel import CheckpointWithoutOutput
 
-    from megatron_patch.stability.observe import Observer, Request, find_sites
+    from megatron_patch.stability.observe import ObservationRequest, Observer, find_sites
 
     sites = find_sites([Model()], decoder_layers=4)
     observer, found = Observer(sites), []
@@ -154,7 +126,7 @@ def test_inputs_that_are_dropped_and_recomputed_are_back_when_they_are_looked_at
         assert seen.q.untyped_storage().size()  # reading one that is empty ends the process
         found.append([x.clone() for x in (seen.q, seen.k, seen.v, do)])
 
-    observer.arm([Request(micro_batch=0, layers=None, callback=look)])
+    observer.arm([ObservationRequest(micro_batch=0, layers=None, callback=look)])
     latents = tensors()
     kept = CheckpointWithoutOutput(fp8=None)  # of False it makes FP8
     q, k, v = kept.checkpoint(lambda *xs: tuple(2 * x for x in xs), *latents)
@@ -184,14 +156,14 @@ def test_disarmed_and_never_armed_modules_carry_no_hook(watched: Any) -> None:
 def test_what_was_seen_is_freed_with_the_graph(watched: Any) -> None:
     """A hook that held the tensor it stands on would keep every observed step alive."""
     observer, _, module, _ = watched
-    from megatron_patch.stability.observe import Request
+    from megatron_patch.stability.observe import ObservationRequest
 
     kept: list[Any] = []
 
     def keep(seen: Any, do: torch.Tensor) -> None:
         kept.append(weakref.ref(seen.out))
 
-    observer.arm([Request(micro_batch=0, layers=None, callback=keep)])
+    observer.arm([ObservationRequest(micro_batch=0, layers=None, callback=keep)])
     gc.collect()
     gc.disable()
     try:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import telemetry_records
 import training_ranks
+from training_ranks import ONE_LAYER, log_of
 
 from megatron_patch.checkpoint import inspect, pinned
 from megatron_patch.checkpoint.store import CheckpointStore
@@ -19,13 +20,7 @@ from megatron_patch.training.saver import Saver
 
 # One small layer, whose first head is sick from step 6 on: `watch` at step 6, `danger` at 7, read
 # after step 8 and before it is saved. By then 4 and 6 are there; 4 is from before the signs.
-SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention.stabilizer=none",
-         "model.num_layers=1", "model.num_attention_heads=2", "model.num_query_groups=2",
-         "model.hidden_size=16", "model.ffn_hidden_size=16", "model.seq_length=16",
-         "training.global_batch_size=2", "training.train_steps=17", "training.deterministic=true",
-         "optimizer.schedule=constant", "optimizer.warmup_steps=0", "stability.interval=1",
-         "stability.rule.confirm_steps=0",
-         "checkpoint.interval=2", "checkpoint.keep_last=2"]  # fmt: skip
+SMALL = [*ONE_LAYER, "training.train_steps=17", "checkpoint.interval=2", "checkpoint.keep_last=2"]
 DANGER = 7
 PINNED = {"step_00000004.attempt-1": "danger at step 7, signs since step 6"}
 BACK = "attention.stabilizer=compensated"
@@ -39,21 +34,12 @@ def at(step: int) -> str:
     return f"training.exit_at_step={step}"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kept")
-
-
 def root(folder: Path, name: str) -> Path:
     return folder / "runs" / name / "checkpoints"
 
 
 def steps(folder: Path, name: str) -> list[int]:
     return sorted(int(p.name[5:13]) for p in root(folder, name).glob("step_*"))
-
-
-def log_of(folder: Path, name: str) -> str:
-    return (folder / "runs" / name / "train.log").read_text()
 
 
 @pytest.fixture(scope="module")

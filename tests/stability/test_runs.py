@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import training_ranks
-from training_ranks import figures, metrics
+from training_ranks import ONE_LAYER, figures, log_of, metrics
 
 from megatron_patch.stability import capture, record
 from megatron_patch.stability.capture import CaptureFile
@@ -34,15 +34,7 @@ CORE = ["training.recompute.granularity=selective", "training.recompute.modules=
 
 SIGNS = ["stability.capture_at=[watch, danger]"]
 
-SMALL = ["training.precision=bf16", "attention.backend=stable_flash", "attention.stabilizer=none",
-         "model.num_layers=1", "model.num_attention_heads=2", "model.num_query_groups=2",
-         "model.hidden_size=16", "model.ffn_hidden_size=16", "model.seq_length=16",
-         "training.global_batch_size=2", "training.train_steps=9", "training.deterministic=true",
-         "optimizer.schedule=constant", "optimizer.warmup_steps=0", "stability.interval=1",
-         "stability.rule.confirm_steps=0",
-         "checkpoint.keep_last=2"]  # fmt: skip
-
-
+SMALL = [*ONE_LAYER, "training.train_steps=9", "checkpoint.keep_last=2"]
 FULL_DISK = ["logging.tensorboard=true"]
 CHANGED = "attention.stabilizer=compensated"
 FAST = ["training.precision=fp32", "attention.backend=reference",
@@ -63,11 +55,6 @@ EXPERTS = ["model.moe.num_experts=4", "model.moe.ffn_hidden_size=32",
 
 def run(name: str, *keys: str, **more: Any) -> dict[str, Any]:
     return {"set": [f"name={name}", *keys], **more}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stability")
 
 
 def run_all(folder: Path, corpus: Path, ranks: int, runs: list[dict[str, Any]]) -> Any:
@@ -391,17 +378,17 @@ def test_a_run_that_continues_another_one_looks_back_on_it(two: Any, folder: Pat
     assert rest.steps.tolist() == [8, 9]
     assert rest.verdicts() == whole.verdicts()[-2:] and rest.verdicts()[0][1].level == "danger"
     assert rest.scalars["level"].tolist() == [2.0, 2.0]
-    log = (folder / "runs" / "second" / "train.log").read_text()
+    log = log_of(folder, "second")
     assert "early warning: looks back on runs/first before step 7" in log
     # Other attention is another run as far as the rule goes.
     assert all(rank["code"] == 0 for rank in two["changed"])
-    log = (folder / "runs" / "changed" / "train.log").read_text()
+    log = log_of(folder, "changed")
     assert "early warning: begins anew at step 7 (runs/first: attention" in log
     assert record.read(folder / "runs" / "changed").verdicts()[0][1].level == "ok"
 
 
 def test_warn_only_says_so(two: Any, folder: Path) -> None:
-    log = (folder / "runs" / "warn" / "train.log").read_text()
+    log = log_of(folder, "warn")
     assert log.count("attention: danger") == 1 and two["warn"][0]["code"] == 0
     assert "| attention danger |" in log
     assert log.count("stability guard: warn leaves the run as it is. Resume it with") == 1

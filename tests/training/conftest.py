@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from byte_corpus import byte_corpus
+from minimal_config import TINY
+
+from megatron_patch.config import load
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Loads `TINY` with overrides, in its folder; the run directory is runs/tiny there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return lambda *overrides: load(tmp_path / "tiny.yaml", list(overrides))
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,6 @@ FIGURES, GRADIENTS = 2e-6, 1e-5  # relative: FP32 sums in another order; measure
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("compositions")
-
-
-@pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, dict[str, float]]:
     """Figures of the references; their weights and gradients are on the disk."""
     with single_rank():

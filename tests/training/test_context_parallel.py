@@ -77,11 +77,6 @@ def run(name: str, ranks: int, *keys: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("context")
-
-
-@pytest.fixture(scope="module")
 def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-tokenized dataset of documents of 2 to 13 tokens: ends fall unevenly on ranks."""
     words = (chr(97 + (5 * k * k + k // 7) % 26) * (k * k % 12 + 1) for k in range(900))

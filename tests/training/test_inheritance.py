@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 from byte_corpus import byte_corpus
-from minimal_config import TINY
-from training_ranks import figures, metrics, run_ranks
+from training_ranks import figures, log_of, metrics, run_ranks
 
-from megatron_patch.config import load
+from megatron_patch.config import load, types
 from megatron_patch.data.loader import Loaders, build_loaders
 from megatron_patch.schema import kinds
 from megatron_patch.schema.problem import ConfigError
@@ -31,20 +29,6 @@ from megatron_patch.training.inheritance import (
 # ------------------------------------------------------------------------- the table of keys
 
 
-def leaves(section: type, path: str = "") -> Iterator[str]:
-    """Dotted path of every key of the schema."""
-    hints = get_type_hints(section)
-    for item in fields(section):
-        inner = f"{path}{item.name}"
-        members = (hints[item.name], *get_args(hints[item.name]))
-        below = next((m for m in members if is_dataclass(m)), None)
-        below = None if get_origin(hints[item.name]) is list else below
-        if below is None:
-            yield inner
-        else:
-            yield from leaves(below, f"{inner}.")
-
-
 HOW = ("parallel", "checkpoint", "logging", "stability", "faults", "cluster")
 """Sections of which no key says what is trained, or on what."""
 WHOLE = ("data.tokenizer", "training.recompute")
@@ -53,7 +37,11 @@ WHOLE = ("data.tokenizer", "training.recompute")
 
 def test_every_key_has_a_kind_of_its_own() -> None:
     """A new key is not taken for harmless, or for anything, before somebody has decided."""
-    known = list(leaves(RunConfig))
+    known = [
+        path
+        for path, item in types.walk(RunConfig)
+        if ".N." not in path and types.section_of(item.type) is None
+    ]
     forgotten = [
         key
         for key in known
@@ -72,14 +60,6 @@ def test_every_key_has_a_kind_of_its_own() -> None:
 
 
 # ---------------------------------------------------------------------- plain comparison
-
-
-@pytest.fixture
-def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The tiny configuration with keys changed."""
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    monkeypatch.chdir(tmp_path)
-    return lambda *keys: load(tmp_path / "tiny.yaml", list(keys))
 
 
 LEARNED = "model.position_embedding=learned_absolute"
@@ -107,26 +87,26 @@ START = ("checkpoint.load_from=.",)
 
 @pytest.mark.parametrize(("key", "old", "new", "both"), MEANING)
 def test_another_meaning_is_refused_unless_it_is_intended(
-    loaded: Callable[..., Any], key: str, old: str, new: str, both: list[str]
+    tiny: Callable[..., Any], key: str, old: str, new: str, both: list[str]
 ) -> None:
-    saved = loaded(*both).dump_yaml()
+    saved = tiny(*both).dump_yaml()
     after = (*both, f"{key}={new}", *START)
-    changes = compare(saved, loaded(*after))
+    changes = compare(saved, tiny(*after))
     (change,) = (c for c in changes if c.kind == "meaning")
     assert (change.key, change.old, change.new) == (key, old, new)
-    (problem,) = judge(changes, loaded(*after).config, step=3)
+    (problem,) = judge(changes, tiny(*after).config, step=3)
     assert problem.path == key and f"{change.new}, but" in problem.message
     assert f"checkpoint.intended_changes: [{key}]" in problem.message
-    meant = loaded(*after, f"checkpoint.intended_changes=[{key}]")
+    meant = tiny(*after, f"checkpoint.intended_changes=[{key}]")
     assert judge(compare(saved, meant), meant.config, step=3) == []
 
 
 def test_all_meanings_are_refused_at_once_and_one_intention_covers_one_key(
-    loaded: Callable[..., Any],
+    tiny: Callable[..., Any],
 ) -> None:
-    saved = loaded().dump_yaml()
+    saved = tiny().dump_yaml()
     keys = ("model.rotary_base=5e5", "model.norm_epsilon=1e-6", "model.window=[8,0]")
-    child = loaded(*keys, *START, "checkpoint.intended_changes=[model.window]")
+    child = tiny(*keys, *START, "checkpoint.intended_changes=[model.window]")
     problems = judge(compare(saved, child), child.config, step=0)
     assert [p.path for p in problems] == ["model.rotary_base", "model.norm_epsilon"]
     assert "[model.window, model.rotary_base]" in problems[0].message
@@ -143,10 +123,10 @@ def test_all_meanings_are_refused_at_once_and_one_intention_covers_one_key(
     ],
 )
 def test_what_leaves_the_meaning_alone_is_no_reason(
-    loaded: Callable[..., Any], keys: list[str]
+    tiny: Callable[..., Any], keys: list[str]
 ) -> None:
-    child = loaded(*keys, *START)
-    changes = compare(loaded().dump_yaml(), child)
+    child = tiny(*keys, *START)
+    changes = compare(tiny().dump_yaml(), child)
     assert judge(changes, child.config, step=0) == []
     told = {change.key for change in changes}
     assert told == {
@@ -156,35 +136,35 @@ def test_what_leaves_the_meaning_alone_is_no_reason(
     }
 
 
-def test_a_default_written_out_is_no_change(loaded: Callable[..., Any]) -> None:
+def test_a_default_written_out_is_no_change(tiny: Callable[..., Any]) -> None:
     written = ("model.num_query_groups=4", "model.kv_channels=16", "data.seed=1234")
     moved = "data.blend.0.path=/elsewhere/tiny"
-    assert compare(loaded().dump_yaml(), loaded(*written, moved, *START)) == []
+    assert compare(tiny().dump_yaml(), tiny(*written, moved, *START)) == []
 
 
-def test_a_key_without_effect_has_no_meaning(loaded: Callable[..., Any]) -> None:
+def test_a_key_without_effect_has_no_meaning(tiny: Callable[..., Any]) -> None:
     """Positions that are not rotated have no base."""
     none = "model.position_embedding=none"
-    child = loaded(none, "model.rotary_base=5e5", "model.max_position_embeddings=99", *START)
-    assert compare(loaded(none).dump_yaml(), child) == []
-    (change,) = compare(loaded(none).dump_yaml(), loaded(*START))
+    child = tiny(none, "model.rotary_base=5e5", "model.max_position_embeddings=99", *START)
+    assert compare(tiny(none).dump_yaml(), child) == []
+    (change,) = compare(tiny(none).dump_yaml(), tiny(*START))
     assert change.key == "model.position_embedding"
-    meant = loaded(none, *START, "checkpoint.intended_changes=[model.rotary_base]")
-    (problem,) = judge(compare(loaded(none).dump_yaml(), meant), meant.config, step=0)
+    meant = tiny(none, *START, "checkpoint.intended_changes=[model.rotary_base]")
+    (problem,) = judge(compare(tiny(none).dump_yaml(), meant), meant.config, step=0)
     assert "is the same in the checkpoint, or has no effect" in problem.message
 
 
-def test_a_section_more_is_one_change(loaded: Callable[..., Any]) -> None:
-    child = loaded("model.moe.num_experts=4", "model.moe.top_k=1", *START)
-    (change,) = compare(loaded().dump_yaml(), child)
+def test_a_section_more_is_one_change(tiny: Callable[..., Any]) -> None:
+    child = tiny("model.moe.num_experts=4", "model.moe.top_k=1", *START)
+    (change,) = compare(tiny().dump_yaml(), child)
     assert (change.key, change.old) == ("model.moe", "null") and "num_experts: 4" in change.new
 
 
-def test_a_key_that_came_with_an_update_is_no_change(loaded: Callable[..., Any]) -> None:
-    saved = loaded().dump_yaml()
+def test_a_key_that_came_with_an_update_is_no_change(tiny: Callable[..., Any]) -> None:
+    saved = tiny().dump_yaml()
     older = "\n".join(x for x in saved.splitlines() if "norm_epsilon" not in x)
-    assert compare(older, loaded(*START)) == []
-    (change,) = compare(older, loaded("model.norm_epsilon=1e-3", *START))
+    assert compare(older, tiny(*START)) == []
+    (change,) = compare(older, tiny("model.norm_epsilon=1e-3", *START))
     assert (change.key, change.kind) == ("model.norm_epsilon", "meaning")
 
 
@@ -200,10 +180,10 @@ def test_a_key_that_came_with_an_update_is_no_change(loaded: Callable[..., Any])
     ],
 )
 def test_an_intention_has_an_effect_or_is_refused(
-    loaded: Callable[..., Any], keys: list[str], told: str
+    tiny: Callable[..., Any], keys: list[str], told: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        loaded(f"checkpoint.intended_changes={keys[0]}", *keys[1:])
+        tiny(f"checkpoint.intended_changes={keys[0]}", *keys[1:])
     assert told in str(error.value) and error.value.exit_code == 2
 
 
@@ -218,28 +198,28 @@ def test_an_intention_has_an_effect_or_is_refused(
     ],
 )
 def test_a_start_that_trains_nothing_is_refused(
-    loaded: Callable[..., Any], keys: list[str], refused: list[str]
+    tiny: Callable[..., Any], keys: list[str], refused: list[str]
 ) -> None:
     found = [f"training.{key}" for key in keys]
-    problems = judge([], loaded(*found, *START).config, step=20)
+    problems = judge([], tiny(*found, *START).config, step=20)
     assert [p.path for p in problems] == [f"training.{key}" for key in refused]
     for problem in problems:
         assert "nothing would be trained" in problem.message
         assert "load_weights_only: true" in problem.message and "step 20" in problem.message
-    weights = loaded(*found, *START, "checkpoint.load_weights_only=true").config
+    weights = tiny(*found, *START, "checkpoint.load_weights_only=true").config
     assert judge([], weights, step=20) == []
 
 
-def test_a_run_beyond_its_end_is_no_success(loaded: Callable[..., Any]) -> None:
-    run = loaded("training.train_steps=10").config
+def test_a_run_beyond_its_end_is_no_success(tiny: Callable[..., Any]) -> None:
+    run = tiny("training.train_steps=10").config
     check_length(run, step=10)
     with pytest.raises(ConfigError, match="10, but this run is at step 20 already") as error:
         check_length(run, step=20)
     assert error.value.exit_code == 2 and "checkpoint rollback" in str(error.value)
 
 
-def test_no_step_goes_before_its_schedule(loaded: Callable[..., Any]) -> None:
-    run = loaded("optimizer.begin_step=4").config
+def test_no_step_goes_before_its_schedule(tiny: Callable[..., Any]) -> None:
+    run = tiny("optimizer.begin_step=4").config
     check_begin(run, step=4)
     with pytest.raises(ConfigError, match=r"4, but the run goes on after step 3, .* set it to 3"):
         check_begin(run, step=3)
@@ -271,11 +251,11 @@ def recorded(config: Any, step: int, **extra: Any) -> dict[str, Any]:
 
 
 def test_a_position_that_no_one_recorded_is_derived_where_it_is_proven(
-    loaded: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path
+    tiny: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path
 ) -> None:
     """Of earlier versions: step 7, of which a rewind left batches 2 and 3 out, is 72 samples."""
     data = f"data.blend.0.path={corpus}"
-    parent, child = loaded(data), loaded(data, "training.global_batch_size=4", *START)
+    parent, child = tiny(data), tiny(data, "training.global_batch_size=4", *START)
     state = recorded(parent, 7, faults={"skips": {"windows": [[2, 2]], "rewinds": 1}})
     path = tmp_path / "run" / "checkpoints" / "step_00000007.attempt-1"
     path.mkdir(parents=True)
@@ -305,18 +285,18 @@ def test_a_position_that_no_one_recorded_is_derived_where_it_is_proven(
 
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_another_tokenizer_is_another_meaning_whatever_its_size(
-    loaded: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path, weights_only: bool
+    tiny: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path, weights_only: bool
 ) -> None:
     data = f"data.blend.0.path={corpus}"
     only = f"checkpoint.load_weights_only={str(weights_only).lower()}"
-    inheritance, loaders = started(loaded(data, *START, only))
+    inheritance, loaders = started(tiny(data, *START, only))
     position = loaders.position(2)
-    inheritance.check(tmp_path, recorded(loaded(data), 2, data=position))
-    other = recorded(loaded(data), 2, data=position | {"tokenizer": "f" * 64})
+    inheritance.check(tmp_path, recorded(tiny(data), 2, data=position))
+    other = recorded(tiny(data), 2, data=position | {"tokenizer": "f" * 64})
     with pytest.raises(ConfigError, match=r"data\.tokenizer: bytes, SHA-256") as error:
         inheritance.check(tmp_path, other)
     assert "checkpoint.intended_changes: [data.tokenizer]" in str(error.value)
-    meant = loaded(data, *START, only, "checkpoint.intended_changes=[data.tokenizer]")
+    meant = tiny(data, *START, only, "checkpoint.intended_changes=[data.tokenizer]")
     inheritance, _ = started(meant)
     inheritance.check(tmp_path, other)
     lines = inheritance.begin(batch=2)
@@ -327,12 +307,12 @@ def test_another_tokenizer_is_another_meaning_whatever_its_size(
 
 @pytest.mark.parametrize("kind", ["none", "sentencepiece"])
 def test_without_a_record_the_tokenizer_is_looked_at(
-    loaded: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path, kind: str
+    tiny: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path, kind: str
 ) -> None:
     """Of an earlier version whose datasets are gone: by its file, or by what is written."""
     data = f"data.blend.0.path={corpus}"
-    state = recorded(loaded("data.blend.0.path=gone"), 2)
-    inheritance, _ = started(loaded(data, *START))
+    state = recorded(tiny("data.blend.0.path=gone"), 2)
+    inheritance, _ = started(tiny(data, *START))
     inheritance.check(tmp_path, state)
     keys = {"none": "vocab_size: 257", "sentencepiece": "path: gone.model"}
     state["config"] = state["config"].replace("kind: bytes", f"kind: {kind}", 1)
@@ -345,9 +325,9 @@ def test_without_a_record_the_tokenizer_is_looked_at(
 
 @pytest.mark.parametrize("text", ["", "[]", "a: [", "{}", "model: 3"])
 def test_a_configuration_that_cannot_be_read_is_said(
-    loaded: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path, text: str
+    tiny: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path, text: str
 ) -> None:
-    child = loaded(f"data.blend.0.path={corpus}", *START)
+    child = tiny(f"data.blend.0.path={corpus}", *START)
     inheritance, loaders = started(child)
     state = recorded(child, 2, data=loaders.position(2)) | {"config": text}
     try:
@@ -360,9 +340,9 @@ def test_a_configuration_that_cannot_be_read_is_said(
 
 
 def test_own_steps_on_other_token_files_are_refused(
-    loaded: Callable[..., Any], started: Any, corpus: Path
+    tiny: Callable[..., Any], started: Any, corpus: Path
 ) -> None:
-    inheritance, loaders = started(loaded(f"data.blend.0.path={corpus}"))
+    inheritance, loaders = started(tiny(f"data.blend.0.path={corpus}"))
     saved = loaders.position(3)
     inheritance._resume_data({"data": saved}, 3)
     saved["reading"][0]["source"]["sha256"] = "0" * 64
@@ -423,10 +403,6 @@ def windows(result: dict[str, Any], samples: int) -> list[tuple[str, int]]:
     """Which windows of which file the first ``samples`` of a run were."""
     found = [(name, n) for name, n in result["read"]]
     return found[:samples]
-
-
-def log_of(folder: Path, name: str) -> str:
-    return (folder / "runs" / name / "train.log").read_text()
 
 
 def test_a_chain_reads_every_window_once(chain: Any) -> None:
@@ -526,10 +502,10 @@ def test_a_stage_counts_from_zero_and_reads_on(chain: Any) -> None:
     ],
 )
 def test_what_is_carried_over_is_checked(
-    loaded: Callable[..., Any], keys: list[str], told: str
+    tiny: Callable[..., Any], keys: list[str], told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
-        loaded(*keys)
+        tiny(*keys)
 
 
 @pytest.mark.parametrize("stage", ["continued", "annealed"])

@@ -32,11 +32,6 @@ def run(name: str, *keys: str, **faults: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("layouts")
-
-
-@pytest.fixture(scope="module")
 def single(folder: Path, corpus: Path) -> dict[str, dict[int, tuple[str, str]]]:
     """One process: checkpoints after START steps and the figures of the steps that follow."""
     variants = {"fp32": [], "bf16": IN_BF16, "moe": MOE, "tied_mtp": TIED_MTP}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from byte_corpus import byte_corpus
-from training_ranks import figures, metrics, run_ranks
+from training_ranks import figures, log_of, metrics, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -22,11 +22,6 @@ EQUAL = [
     "data.tokenizer.eod_id=256",
     "data.blend.0.weight=3",
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("resume")
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +50,11 @@ def results(folder: Path, corpus: Path) -> dict[str, dict[str, Any]]:
     return dict(zip(plan, (one for (one,) in run_ranks(folder, corpus, 1, runs)), strict=True))
 
 
-def log(folder: Path, name: str) -> str:
-    return (folder / "runs" / name / "train.log").read_text()
-
-
 def test_what_is_equal_goes_on_with_every_bit(results: Any, folder: Path) -> None:
     assert results["equal, again"]["code"] == 0
     assert results["equal, again"]["weights"] == results["whole"]["weights"]
     assert figures(folder / "runs" / "equal") == figures(folder / "runs" / "whole")
-    said = log(folder, "equal")
+    said = log_of(folder, "equal")
     assert "data.blend.0.path: " in said and "learning rate" not in said
     for key in ("kv_channels", "data.seed", "decay_steps", "eod_id"):
         assert f"changed since the last attempt: {key}" not in said and f"{key}: null" not in said
@@ -86,12 +77,12 @@ def test_more_steps_leave_the_schedule_alone_until_now(results: Any, folder: Pat
     assert [found[step]["lr"] for step in range(1, 6)] == [whole[n]["lr"] for n in range(1, 6)]
     assert [float(found[step]["lr"]) for step in (6, 7)] == [0.0, 0.0]
     assert float(found[8]["lr"]) > 0 and results["long, now"]["step"] == 9
-    said = log(folder, "long")
+    said = log_of(folder, "long")
     assert "schedule that the run began with ends its decay at step 5: the learning rate" in said
     assert "learning rate of step 8: 0 -> 0.0004952; at the end 0 from step 5 -> 0 from" in said
 
 
 def test_other_evaluation_data_are_announced(results: Any, folder: Path) -> None:
-    said = log(folder, "long")
+    said = log_of(folder, "long")
     assert "warning: data valid: not the sequences of the first 3 steps; losses of before" in said
     assert said.count("warning: data valid") == 1 and "data.split.1: 0.1 -> 0.05" in said

@@ -11,17 +11,8 @@ import pytest
 import yaml
 from minimal_config import TINY
 
-from megatron_patch.config import load
 from megatron_patch.schema.problem import ConfigError, Problem
 from megatron_patch.training import run_directory
-
-
-@pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Loads TINY with overrides; the run directory is tmp_path/runs/tiny."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    return lambda *overrides: load(tmp_path / "tiny.yaml", list(overrides))
 
 
 def start(loaded, *, trained: bool = True):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_ranks import figures, metrics, run_ranks
+from training_ranks import figures, log_of, metrics, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -23,11 +23,6 @@ def run(name: str, *keys: str, **faults: Any) -> dict[str, Any]:
 
 def on(step: int, rank: int, **more: Any) -> dict[str, Any]:
     return {"step": step, "rank": rank, **more}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stops")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +55,7 @@ def weights(results: list[dict[str, Any]]) -> list[str]:
 
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(two: Any, folder: Path) -> None:
     assert [(r["code"], r["step"]) for r in two["stopped"]] == [(0, 2), (0, 2)]
-    assert "received SIGTERM" in (folder / "runs" / "broken" / "train.log").read_text()
+    assert "received SIGTERM" in log_of(folder, "broken")
 
 
 def test_only_a_run_that_reached_train_steps_is_marked_finished(two: Any, folder: Path) -> None:
@@ -94,7 +89,7 @@ def test_a_nan_stops_all_ranks_before_the_update_and_is_traced(two: Any, folder:
     assert "before their reduction on rank 1 (tp 0, pp 0, cp 0, dp 1, ep 0)\n" in text
     assert f"{PARAMETER}: 1 of 4096 values" in text and "rank 0 (" not in text.split("\n")[1]
     assert [n for n in text.split() if n.startswith("decoder.")] == [f"{PARAMETER}:"]
-    log = (folder / "runs" / "nan" / "train.log").read_text()
+    log = log_of(folder, "nan")
     assert "stopped by NonFiniteError: step 3" in log
 
 
@@ -189,7 +184,7 @@ def test_a_changed_learning_rate_and_clip_count_from_the_resume_on(one: Any, fol
     assert float(rows[2]["lr"]) == pytest.approx(1e-2)
     assert float(rows[4]["lr"]) == pytest.approx(5e-4 + 5e-4 * halfway)
     assert float(rows[5]["lr"]) == pytest.approx(5e-4)
-    log = (folder / "runs" / "gentle" / "train.log").read_text()
+    log = log_of(folder, "gentle")
     assert "optimizer.lr: 0.01 -> 0.001" in log and "optimizer.clip_grad: 1.0 -> 0.05" in log
     assert [one[name][0]["step"] for name in ("fast", "gentle", "other clip")] == [3, 5, 5]
     assert weights(one["fast"]) == weights(one["fast again"])
@@ -198,14 +193,14 @@ def test_a_changed_learning_rate_and_clip_count_from_the_resume_on(one: Any, fol
 
 def test_a_run_at_its_step_limit_does_not_train_on(one: Any, folder: Path) -> None:
     assert one["noisy at the limit"][0]["step"] == 3
-    log = (folder / "runs" / "noisy_broken" / "train.log").read_text()
+    log = log_of(folder, "noisy_broken")
     assert log.count("exit_at_step is 3; the command with a larger one, or none, continues") == 2
     assert weights(one["noisy at the limit"]) == weights(one["noisy stopped"])
 
 
 def test_a_finished_run_is_left_alone(one: Any, folder: Path) -> None:
     assert one["finished"] == [{"code": 0}]
-    assert "has finished already" in (folder / "runs" / "noisy" / "train.log").read_text()
+    assert "has finished already" in log_of(folder, "noisy")
 
 
 def test_time_limit_and_signals_stop_gracefully_with_a_checkpoint(one: Any, folder: Path) -> None:

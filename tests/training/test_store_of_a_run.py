@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from minimal_config import TINY
 
 from megatron_patch.checkpoint import inspect, last_checkpoint
 from megatron_patch.checkpoint.errors import CheckpointError
-from megatron_patch.config import load
 from megatron_patch.schema.problem import ConfigError
 from megatron_patch.training import run_directory
 
@@ -20,13 +18,11 @@ STORE = "checkpoint.directory=shared"
 
 
 @pytest.fixture
-def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def open_run(tiny: Any) -> Callable[..., Any]:
     """Opens a run directory and takes its store: (directory, problems)."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(TINY)
 
     def start(*overrides: str) -> tuple[run_directory.RunDirectory, list[Any]]:
-        loaded = load(tmp_path / "tiny.yaml", list(overrides))
+        loaded = tiny(*overrides)
         directory = run_directory.open_run(loaded, {})
         try:
             directory.take_store(loaded.config)
@@ -124,10 +120,9 @@ def test_a_directory_that_is_not_mounted_is_not_made(open_run: Any, tmp_path: Pa
     directory.close()
 
 
-def test_checkpoints_lie_outside_by_name_or_by_link(open_run: Any, tmp_path: Path) -> None:
+def test_checkpoints_lie_outside_by_name_or_by_link(tiny: Any, tmp_path: Path) -> None:
     def outside(*overrides: str) -> bool:
-        loaded = load(tmp_path / "tiny.yaml", ["run_dir=a", *overrides])
-        return run_directory.lies_outside(loaded.config)
+        return run_directory.lies_outside(tiny("run_dir=a", *overrides).config)
 
     assert not outside() and not outside("checkpoint.directory=a/deep/er")
     assert outside(STORE)

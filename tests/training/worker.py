@@ -73,7 +73,7 @@ def install_faults(run: dict[str, Any]) -> None:
 
 def plant_nan(chunks: list[Any], wanted: str) -> None:
     """One NaN in the gradient of the parameter called ``wanted``."""
-    from megatron_patch.training.finite import unwrap
+    from megatron_patch.parallel.buffers import unwrap
 
     for chunk in chunks:
         for name, parameter in unwrap(chunk).named_parameters():

@@ -35,6 +35,16 @@ class AttentionCall:
     """A dict while an observer watches. A backend that has them leaves there the float32 [h]
     ``max_logits``, and ``low``, O's low-order part as the kernel stores it, [sq, b, h, dv]."""
 
+    def result(self, out: torch.Tensor | tuple[torch.Tensor, ...]) -> Result:
+        """Of O, or (O, maximum logits and, of our kernels, low-order part): what is observed is
+        left for the observer."""
+        if not isinstance(out, tuple):
+            return out, None
+        for name, value in zip(("max_logits", "low"), out[1:], strict=False):
+            if self.observed is not None and value.numel():
+                self.observed[name] = value
+        return out[0], out[1]
+
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 """(output [sq, b, h, dv] or [t, h, dv]; float32 [h] maximum logits where they were asked for)."""

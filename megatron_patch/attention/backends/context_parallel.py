@@ -28,8 +28,4 @@ def run(call: AttentionCall, primitives: str) -> Result:
         max_seqlen=call.packed.get("max_seqlen_q"),
         return_max_logits=call.want_max_logits or call.observed is not None,
     )
-    if not isinstance(out, tuple):
-        return out, None
-    if call.observed is not None:
-        call.observed["max_logits"] = out[1]
-    return out[0], out[1]
+    return call.result(out)

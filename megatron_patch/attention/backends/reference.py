@@ -39,11 +39,7 @@ def run(call: AttentionCall) -> Result:
         dropout_seed=draw_seed(call.q.device) if options.dropout_p > 0 else None,
         return_max_logits=call.want_max_logits or call.observed is not None,
     )
-    if not isinstance(out, tuple):
-        return out, None
-    if call.observed is not None:
-        call.observed["max_logits"] = out[1]
-    return out[0], out[1]
+    return call.result(out)
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:

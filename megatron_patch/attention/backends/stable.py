@@ -30,13 +30,7 @@ def run(call: AttentionCall) -> Result:
         return_residual=watched,
         **call.packed,
     )
-    if not isinstance(out, tuple):
-        return out, None
-    if call.observed is not None:
-        call.observed["max_logits"] = out[1]
-        if out[2].numel():
-            call.observed["low"] = out[2]
-    return out[0], out[1]
+    return call.result(out)
 
 
 def saved_bytes(n: Shapes, keys: int, stabilizer: str, residual: str) -> int:

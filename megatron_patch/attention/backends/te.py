@@ -46,8 +46,8 @@ def _rules(facts: LayerRequirements) -> Iterator[str]:
         "the maximum logit of each head (qk_clip)": facts.max_logits,
         "packed sequences (thd)": facts.thd,
     }
-    for text, unmet in limits.items():
-        if unmet:
+    for text, unsupported in limits.items():
+        if unsupported:
             yield f"FP8 attention with {text}. Use attention.fp8: false"
 
 

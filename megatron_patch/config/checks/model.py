@@ -423,14 +423,9 @@ def _divisions_of_layers(run: RunConfig) -> Iterator[Problem]:
     stages = max(1, run.parallel.pipeline_model_parallel_size)
     chunks = run.parallel.virtual_pipeline_model_parallel_size
     layers = run.model.num_layers
-    uneven = {
-        f"parallel.num_layers_in_{end}_pipeline_stage": n
-        for end, n in (
-            ("first", run.parallel.num_layers_in_first_pipeline_stage),
-            ("last", run.parallel.num_layers_in_last_pipeline_stage),
-        )
-        if n is not None
-    }
+    names = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
+    given = {f"parallel.{name}": getattr(run.parallel, name) for name in names}
+    uneven = {key: n for key, n in given.items() if n is not None}
     if uneven and stages > 1 and min(uneven.values()) > 0:
         if run.parallel.stage_layers(layers) is None:
             others, rest = stages - len(uneven), layers - sum(uneven.values())

@@ -11,14 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_patch.stability.observe import (
-    Seen,
-    Site,
-    Watched,
-    seen_call,
-    unwrapped,
-    watched_modules,
-)
+from megatron_patch.parallel.buffers import unwrap
+from megatron_patch.stability.observe import Seen, Site, Watched, seen_call, watched_modules
 
 
 def watch(
@@ -52,7 +46,7 @@ def watch(
         dropped = dropout_p if site.module.training else 0.0
         return seen_call(site, q, k, v, output, causal=causal, scale=scale, dropout_p=dropped)
 
-    root = unwrapped(model)
+    root = unwrap(model)
     found = {name: m for name, m in root.named_modules() if re.fullmatch(names, name)}
     if not found:
         raise ValueError(f"no module of {type(root).__name__} is named {names!r}; named_modules()")
