@@ -217,7 +217,7 @@ SERVED = [
     ("p2p", {}, ("hopper", "hopper")),
     ("all_gather", {}, ("hopper", "hopper")),
     ("a2a", {}, ("hopper", "hopper")),
-    ("p2p", {"softcap": 5.0}, ("triton", "hopper")),
+    ("p2p", {"softcap": 5.0}, ("triton", "triton")),
     ("p2p", {"layout": "thd", "lengths": (9, 6), "tail": 0}, ("triton", "triton")),
 ]
 
