@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,8 @@ COMMON = "common_state"
 NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.|" + RNG + r"(/|$)|" + COMMON + r"(/|$)")
 SCALES = re.compile(r"(.*\.)?_extra_state(/|$)")
 """FP8 scales of Transformer Engine's layers: empty without FP8, absent from local layers."""
+NORM_OF_EXPERTS = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+"""The norm before experts, as Transformer Engine's layers and as local ones save it."""
 SHOWN = 12
 
 
@@ -148,16 +150,25 @@ def check_options(
         )
 
 
-def ask_for_saved_scales(request: dict[str, Any], index: Metadata) -> None:
-    """Leave the scales out of ``request`` that a checkpoint of other layers lacks. Local."""
-    from megatron.core.dist_checkpointing import ShardedObject
+def ask_for_what_is_saved(request: dict[str, Any], index: Metadata) -> None:
+    """Fit ``request`` to a checkpoint of another `model.layer_spec`. Local.
+
+    Scales that it lacks are left out, and the norm before experts goes by the name it has there.
+    """
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
+    saved = index.state_dict_metadata
+
     def kept(entry: Any) -> Any:
         absent = isinstance(entry, ShardedObject) and SCALES.match(entry.unique_key)
-        if absent and entry.unique_key not in index.state_dict_metadata:
+        if absent and entry.unique_key not in saved:
             return LocalNonpersistentObject(None)
+        if isinstance(entry, ShardedTensor) and entry.key not in saved:
+            for name, other in (NORM_OF_EXPERTS, NORM_OF_EXPERTS[::-1]):
+                if (there := entry.key.replace(name, other)) in saved:
+                    return replace(entry, key=there)
         return entry
 
     dict_list_map_inplace(kept, request)

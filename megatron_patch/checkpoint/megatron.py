@@ -411,7 +411,7 @@ class Checkpointer:
             if not own and self._inherit is not None:
                 self._inherit(path, dict(together(lambda: content.read({}, path, index))["run"]))
             request = together(lambda: self._request(info, carried, same_layout))
-            together(lambda: content.ask_for_saved_scales(request, index))
+            together(lambda: content.ask_for_what_is_saved(request, index))
             skip = f"{content.COMMON}/|{content.RNG}"
             if "optimizer" not in carried:
                 skip = content.NOT_MODEL.pattern

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from megatron.core.dist_checkpointing import ShardedObject
+import torch
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from megatron_patch.checkpoint import content
@@ -38,10 +39,27 @@ def test_scales_that_the_checkpoint_lacks_are_not_asked_for():
     """And others are: `set_extra_state(None)` leaves a layer as it is."""
     scales, other = an_object(SCALES), an_object("decoder.other")
     request = {"model": {"a": scales, "b": other}, "optimizer": [scales]}
-    content.ask_for_saved_scales(request, SimpleNamespace(state_dict_metadata={}))
+    content.ask_for_what_is_saved(request, SimpleNamespace(state_dict_metadata={}))
     assert isinstance(request["model"]["a"], LocalNonpersistentObject)
     assert request["model"]["a"].unwrap() is None and request["model"]["b"] is other
     request = {"model": {"a": scales}}
     saved = SimpleNamespace(state_dict_metadata={scales.unique_key: None})
-    content.ask_for_saved_scales(request, saved)
+    content.ask_for_what_is_saved(request, saved)
     assert request["model"]["a"] is scales
+
+
+@pytest.mark.parametrize("prefix", ["", "optimizer.state.exp_avg."])
+def test_the_norm_before_experts_goes_by_the_name_it_was_saved_under(prefix):
+    """Local layers save it as part of the first linear layer, Transformer Engine's do not."""
+    names = [f"{prefix}decoder.layers.{x}weight" for x in content.NORM_OF_EXPERTS]
+    for asked, saved in (names, names[::-1]):
+        data = torch.ones(4)
+        norm = ShardedTensor.from_rank_offsets(asked, data, replica_id=0)
+        other = ShardedTensor.from_rank_offsets("decoder.final_layernorm.weight", torch.ones(4))
+        request = {"model": {"norm": norm, "other": other}}
+        content.ask_for_what_is_saved(request, SimpleNamespace(state_dict_metadata={saved: None}))
+        assert request["model"]["norm"].key == saved and request["model"]["norm"].data is data
+        assert request["model"]["other"].key == other.key
+        request = {"model": {"norm": norm}}
+        content.ask_for_what_is_saved(request, SimpleNamespace(state_dict_metadata={asked: None}))
+        assert request["model"]["norm"].key == asked

@@ -134,6 +134,9 @@ def test_experts_of_both_kinds_read_each_others_checkpoints(tmp_path):
     """Ours of local layers and Transformer Engine's grouped linears: losses after the exchange."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedObject
+    from torch.distributed.checkpoint import FileSystemReader
+
+    from megatron_patch.checkpoint import content
 
     def state(chunk):
         found = chunk.sharded_state_dict()
@@ -148,7 +151,9 @@ def test_experts_of_both_kinds_read_each_others_checkpoints(tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         dist_checkpointing.save(state(saved), str(folder))
-        found = dist_checkpointing.load(state(loaded), str(folder))
+        request = state(loaded)
+        content.ask_for_what_is_saved(request, FileSystemReader(folder).read_metadata())
+        found = dist_checkpointing.load(request, str(folder))
         missing, unexpected = loaded.load_state_dict(found, strict=False)
         assert not unexpected and all("_extra_state" in name for name in missing)
         before, after = result(saved)[0], result(loaded)[0]
