@@ -107,10 +107,10 @@ def _one_more(problem, q, *a, **k):
 @pytest.mark.slow
 def test_trees_take_turns_in_one_process(tmp_path: Path) -> None:
     """Other tiles, and a changed copy; a broken version is a line, not an end."""
-    right = "return dispatch.select(problem, q.device).forward(\n        "
+    right = "result = dispatch.select(problem, q.device).forward(\n        "
     for name, wrong in (
-        ("biased", "return _one_more(problem, q, "),
-        ("broken", "return as_planted("),
+        ("biased", "result = _one_more(problem, q, "),
+        ("broken", "result = as_planted("),
     ):
         copy_package(tmp_path / name / "kernels", None)
         file = tmp_path / name / "kernels" / "stable_attention" / "ops.py"
