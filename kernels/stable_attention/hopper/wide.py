@@ -1,0 +1,53 @@
+"""Arguments of the kernels that are the backward pass of head dims above 128: seven products in two
+kernels, and no sum that several programs add to."""
+
+from __future__ import annotations
+
+import torch
+
+from stable_attention.hopper.descriptors import of_rows, processors, steps, tiled
+from stable_attention.hopper.plan import Plan, head_block, mask, units
+from stable_attention.hopper.shapes import FORWARD, TILES, WIDE_SLOTS
+from stable_attention.layouts import strides
+from stable_attention.triton.launches import Arguments
+
+
+def key_arguments(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    shift: torch.Tensor,
+    delta: torch.Tensor,
+    counter: torch.Tensor,
+    places: torch.Tensor | None,
+) -> Arguments:
+    """Of `key_gradients`: a causal mask is a band, too, and gradients have no descriptors."""
+    problem, key_tiles = plan.problem, plan.key_tiles
+    d, dv_width, layout = problem.d, problem.dv, problem.layout
+    bm, bn = TILES[d]
+    columns = FORWARD[d, dv_width].columns
+    heads = plan.entries * problem.kv_heads
+    bounds, masked = mask(problem, square=False)
+    positional = (
+        tiled(q, layout, bm, columns), tiled(k, layout, bn, columns),
+        tiled(v, layout, bn), tiled(dout, layout, bm), of_rows(shift), of_rows(delta),
+        dk, dv, counter, places,
+        *(s for x in (q, k, v, dout) for s in steps(x, layout)),
+        *(s for x in (dk, dv) for s in strides(x, layout)),
+        problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
+        head_block(problem), problem.kv_heads, problem.group, units(problem)[0], problem.scale,
+    )  # fmt: skip
+    named: dict[str, object] = {
+        "D": d, "SLOTS": WIDE_SLOTS[d], "N": 32 if d == 256 else 64,
+        "BAND": bool(masked["BAND"]) or problem.sk % bn != 0, "PACKED": problem.varlen,
+        # Of a consumer; what the kernel starts with leaves these to it.
+        "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
+    }  # fmt: skip
+    return (min(heads * key_tiles, processors(q.device)),), positional, named
+
+
+__all__ = ["key_arguments"]
