@@ -113,7 +113,7 @@ def _consumer(
     counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads, group,
     stride_b, stride_s, stride_h, factor,
     W: gl.constexpr, SLOTS: gl.constexpr, N: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr,
+    PACKED: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """W 0: dV of K and Q (ring a) and dO (ring b); 1: dK of V and dO (ring a) and Q (ring b).
 
@@ -204,6 +204,10 @@ def _consumer(
                     if c == 0:
                         mbarrier.wait(b_full.index(slot), parity)
                     adding = _add(acc, operand, b_s, slot, c, B_PARTS)
+                    if not AHEAD:
+                        acc, made = _added(adding, made, 0)
+                        if c == ROWS // N - 1:
+                            mbarrier.arrive(b_empty.index(slot), count=1)
                     if c == ROWS // N - 1:
                         # After the last tile this is a product of what lies there, which nobody
                         # reads.
@@ -211,9 +215,10 @@ def _consumer(
                         made = _product(x, a_s, following, zero_s, 0, A_PARTS)
                     else:
                         made = _product(x, a_s, slot, zero_s, c + 1, A_PARTS)
-                    acc, made = _added(adding, made, A_PARTS)
-                    if c == ROWS // N - 1:
-                        mbarrier.arrive(b_empty.index(slot), count=1)
+                    if AHEAD:
+                        acc, made = _added(adding, made, A_PARTS)
+                        if c == ROWS // N - 1:
+                            mbarrier.arrive(b_empty.index(slot), count=1)
                     made = warpgroup_mma_wait(0, deps=(made,))
                 middle = gl.where(middle == behind, middle - count * ROWS, middle)
                 slot = following
@@ -326,7 +331,7 @@ def key_gradients_kernel(
     sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, group,
     unit, scale,
     D: gl.constexpr, SLOTS: gl.constexpr, N: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr, REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, A0: gl.constexpr, A1: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     COLUMNS: gl.constexpr = q_desc.block_type.shape[-1]
@@ -351,13 +356,13 @@ def key_gradients_kernel(
                 dv_ptr, q_s, do_s, shift_s, p_s, item_s, item_full, item_empty,
                 q_full, q_empty, do_full, do_empty,
                 counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads,
-                group, stride_dvb, stride_dvs, stride_dvh, unit, 0, SLOTS, N, BAND, PACKED,
+                group, stride_dvb, stride_dvs, stride_dvh, unit, 0, SLOTS, N, BAND, PACKED, A0,
             )),
             (_consumer, (
                 dk_ptr, do_s, q_s, delta_s, p_s, item_s, item_full, item_empty,
                 do_full, do_empty, q_full, q_empty,
                 counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads,
-                group, stride_dkb, stride_dks, stride_dkh, scale, 1, SLOTS, N, BAND, PACKED,
+                group, stride_dkb, stride_dks, stride_dkh, scale, 1, SLOTS, N, BAND, PACKED, A1,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
