@@ -50,4 +50,30 @@ def key_arguments(
     return (min(heads * key_tiles, processors(q.device)),), positional, named
 
 
-__all__ = ["key_arguments"]
+def pair_arguments(plan, *tensors):
+    """Experiment."""
+    import dataclasses
+
+    import triton
+
+    p = plan.problem
+    tiles = (
+        plan.key_tiles if p.varlen else triton.cdiv(p.sk, 128)
+    )
+    grid, positional, named = key_arguments(plan, *tensors)
+    q, k, v = tensors[:3]
+    positional = list(positional)
+    positional[1] = tiled(k, p.layout, 128, FORWARD[p.d, p.dv].columns)
+    positional[2] = tiled(v, p.layout, 128)
+    heads = plan.entries * p.kv_heads
+    i = 10 + 8 + 6 + 4 + 1
+    assert positional[i] == plan.key_tiles
+    positional[i] = tiles
+    named = {
+        "D": p.d, "SLOTS": 3, "N": 32, "BAND": bool(mask(p, square=False)[1]["BAND"]) or p.sk % 128 != 0,
+        "PACKED": p.varlen, "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
+    }  # fmt: skip
+    return (min(heads * tiles, processors(q.device)),), tuple(positional), named
+
+
+__all__ = ["key_arguments", "pair_arguments"]
