@@ -162,9 +162,9 @@ def _consumer(
             count = gl.maximum(count, 1)
             mbarrier.wait(a_full.index(slot), parity)
             x = _operand(a_s, slot, A_PARTS, X_L)
-            mbarrier.arrive(a_empty.index(slot), count=1)
             mbarrier.wait(b_full.index(slot), parity)
             mbarrier.arrive(b_empty.index(slot), count=1)
+            of_keys = slot
             slot, parity = advance(slot, parity, SLOTS)
             zero = gl.zeros([64, WIDTH], gl.float32, ACC_L)
             acc = (zero,) if B_PARTS == 1 else (zero, zero, zero)
@@ -175,6 +175,8 @@ def _consumer(
             mbarrier.wait(a_full.index(slot), parity)
             made = _product(x, a_s, slot, zero_s, 0, A_PARTS)
             made = warpgroup_mma_wait(0, deps=(made,))
+            # Not before: what loads to registers have read is known once these are used.
+            mbarrier.arrive(a_empty.index(of_keys), count=1)
             total = count * group
             for u in range(0, total):
                 following, following_parity = advance(slot, parity, SLOTS)
@@ -196,14 +198,16 @@ def _consumer(
                         sync_named(P_FULL + p_place, "256", 4)
                         p = fetched(p_s.index(p_place), S_L)
                         ds = (p * (made - gl.expand_dims(numbers, 0))).to(dtype)
-                        arrive_named(P_EMPTY + p_place, "256")
                         operand = gl.convert_layout(ds, P_L)
-                    p_place ^= 1
-                    if c == ROWS // N - 1:
-                        mbarrier.arrive(a_empty.index(slot), count=1)
                     if c == 0:
                         mbarrier.wait(b_full.index(slot), parity)
                     adding = _add(acc, operand, b_s, slot, c, B_PARTS)
+                    # After a use of what was loaded, as above.
+                    if W == 1:
+                        arrive_named(P_EMPTY + p_place, "256")
+                    p_place ^= 1
+                    if c == ROWS // N - 1:
+                        mbarrier.arrive(a_empty.index(slot), count=1)
                     if not AHEAD:
                         acc, made = _added(adding, made, 0)
                         if c == ROWS // N - 1:
