@@ -31,7 +31,7 @@ from stable_attention.hopper.barriers import (
     warp_sync,
 )
 from stable_attention.hopper.producer import PAIR
-from stable_attention.hopper.softmax import fetched, put_away
+from stable_attention.hopper.softmax import fetched, put_away, store_rows
 from stable_attention.hopper.tiles import (
     first_row_of,
     item_at,
@@ -97,21 +97,11 @@ def _added(acc, made, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _store(place, x, row, rows, stride, column):
-    """x [64, N], rows from ``row`` on of so many, to a gradient of 16 bits at ``place``."""
-    like: gl.constexpr = x.type.layout
-    r = row + gl.expand_dims(gl.arange(0, x.shape[0], gl.SliceLayout(1, like)), 1)
-    columns = gl.expand_dims(gl.arange(0, x.shape[1], gl.SliceLayout(0, like)), 0)
-    where = place + (r.to(gl.int64) * stride + (columns + column))
-    gl.store(where, x.to(place.dtype.element_ty), mask=r < rows)
-
-
-@gluon.jit
 def _consumer(
-    out_ptr, a_s, b_s, rows_s, p_s, item_s, item_full, item_empty,
+    out_desc, a_s, b_s, rows_s, p_s, out_s, item_s, item_full, item_empty,
     a_full, a_empty, b_full, b_empty,
     counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads, group,
-    stride_b, stride_s, stride_h, factor,
+    stride_b, stride_h, factor,
     W: gl.constexpr, SLOTS: gl.constexpr, N: gl.constexpr, BAND: gl.constexpr,
     PACKED: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
@@ -181,6 +171,15 @@ def _consumer(
             for u in range(0, total):
                 following, following_parity = advance(slot, parity, SLOTS)
                 for c in gl.static_range(ROWS // N):
+                    if AHEAD == 2:
+                        # After the last tile a product of what lies there, which nobody reads.
+                        if c == ROWS // N - 1:
+                            mbarrier.wait(
+                                a_full.index(following), following_parity, pred=u + 1 < total
+                            )
+                            begun = _product(x, a_s, following, zero_s, 0, A_PARTS)
+                        else:
+                            begun = _product(x, a_s, slot, zero_s, c + 1, A_PARTS)
                     numbers = rows_s.index(slot).reshape((ROWS,)).slice(c * N, N).load(columns)
                     if W == 0:
                         p = gl.exp2(made * factor - gl.expand_dims(numbers, 0))
@@ -208,32 +207,53 @@ def _consumer(
                     p_place ^= 1
                     if c == ROWS // N - 1:
                         mbarrier.arrive(a_empty.index(slot), count=1)
-                    if not AHEAD:
+                    if AHEAD == 1:
+                        if c == ROWS // N - 1:
+                            mbarrier.wait(
+                                a_full.index(following), following_parity, pred=u + 1 < total
+                            )
+                            begun = _product(x, a_s, following, zero_s, 0, A_PARTS)
+                        else:
+                            begun = _product(x, a_s, slot, zero_s, c + 1, A_PARTS)
+                        acc, begun = _added(adding, begun, A_PARTS)
+                        if c == ROWS // N - 1:
+                            mbarrier.arrive(b_empty.index(slot), count=1)
+                        made = warpgroup_mma_wait(0, deps=(begun,))
+                    elif AHEAD == 2:
+                        acc, made = _added(adding, begun, 0)
+                        if c == ROWS // N - 1:
+                            mbarrier.arrive(b_empty.index(slot), count=1)
+                    else:
                         acc, made = _added(adding, made, 0)
                         if c == ROWS // N - 1:
                             mbarrier.arrive(b_empty.index(slot), count=1)
-                    if c == ROWS // N - 1:
-                        # After the last tile this is a product of what lies there, which nobody
-                        # reads.
-                        mbarrier.wait(a_full.index(following), following_parity, pred=u + 1 < total)
-                        made = _product(x, a_s, following, zero_s, 0, A_PARTS)
-                    else:
-                        made = _product(x, a_s, slot, zero_s, c + 1, A_PARTS)
-                    if AHEAD:
-                        acc, made = _added(adding, made, A_PARTS)
-                        if c == ROWS // N - 1:
-                            mbarrier.arrive(b_empty.index(slot), count=1)
-                    made = warpgroup_mma_wait(0, deps=(made,))
+                            if AHEAD == 3:
+                                if u + 1 < total:
+                                    mbarrier.wait(a_full.index(following), following_parity)
+                                    begun = _product(x, a_s, following, zero_s, 0, A_PARTS)
+                                    made = warpgroup_mma_wait(0, deps=(begun,))
+                            else:
+                                mbarrier.wait(
+                                    a_full.index(following), following_parity, pred=u + 1 < total
+                                )
+                                begun = _product(x, a_s, following, zero_s, 0, A_PARTS)
+                                made = warpgroup_mma_wait(0, deps=(begun,))
+                        else:
+                            begun = _product(x, a_s, slot, zero_s, c + 1, A_PARTS)
+                            made = warpgroup_mma_wait(0, deps=(begun,))
                 middle = gl.where(middle == behind, middle - count * ROWS, middle)
                 slot = following
                 parity = following_parity
-            out = out_ptr + (head // kv_heads).to(gl.int64) * stride_b
-            out += (head % kv_heads).to(gl.int64) * stride_h + start_k.to(gl.int64) * stride_s
+            column = (head // kv_heads) * stride_b + (head % kv_heads) * stride_h
             for part in gl.static_range(B_PARTS):
                 y = acc[part]
                 if W == 1:
                     y = y * factor
-                _store(out, y, n * ROWS, keys, stride_s, part * WIDTH)
+                store_rows(
+                    y, out_s.index(W), out_s.index(W), out_desc, out_desc, n * ROWS,
+                    column + part * WIDTH, start_k, keys, False, PACKED,
+                )  # fmt: skip
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -329,9 +349,9 @@ def _producer(
     ]
 )  # fmt: skip
 def key_gradients_kernel(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_ptr, dv_ptr, counter, places,
+    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_desc, dv_desc, counter, places,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
-    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    stride_dkb, stride_dkh, stride_dvb, stride_dvh,
     sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, group,
     unit, scale,
     D: gl.constexpr, SLOTS: gl.constexpr, N: gl.constexpr, BAND: gl.constexpr,
@@ -349,6 +369,8 @@ def key_gradients_kernel(
     shift_s = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, ROWS], shift_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, ROWS], delta_desc.layout)
     p_s = gl.allocate_shared_memory(gl.float32, [2, N // 2, 128], flat)
+    out_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], dtype)
+    out_s = gl.allocate_shared_memory(dtype, [2, ROWS, 64], out_l)
     item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     item_full, item_empty = new_barriers(1, PAIR), new_barriers(2, PAIR)
     q_full, q_empty = new_barriers(1, SLOTS), new_barriers(2, SLOTS)
@@ -357,16 +379,16 @@ def key_gradients_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                dv_ptr, q_s, do_s, shift_s, p_s, item_s, item_full, item_empty,
+                dv_desc, q_s, do_s, shift_s, p_s, out_s, item_s, item_full, item_empty,
                 q_full, q_empty, do_full, do_empty,
                 counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads,
-                group, stride_dvb, stride_dvs, stride_dvh, unit, 0, SLOTS, N, BAND, PACKED, A0,
+                group, stride_dvb, stride_dvh, unit, 0, SLOTS, N, BAND, PACKED, A0,
             )),
             (_consumer, (
-                dk_ptr, do_s, q_s, delta_s, p_s, item_s, item_full, item_empty,
+                dk_desc, do_s, q_s, delta_s, p_s, out_s, item_s, item_full, item_empty,
                 do_full, do_empty, q_full, q_empty,
                 counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads,
-                group, stride_dkb, stride_dks, stride_dkh, scale, 1, SLOTS, N, BAND, PACKED, A1,
+                group, stride_dkb, stride_dkh, scale, 1, SLOTS, N, BAND, PACKED, A1,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,

@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from stable_attention.hopper.backward import new_barriers
 from stable_attention.hopper.barriers import advance, next_item, warp_sync
-from stable_attention.hopper.key_gradients import _store
 from stable_attention.hopper.producer import PAIR
 from stable_attention.hopper.tiles import (
     first_row_of,
@@ -40,6 +39,16 @@ def _product(left_s, ring, slot, zero, C: gl.constexpr, W: gl.constexpr, PARTS: 
             left_s.index(part).slice(W * 64, 64), rows.permute((1, 0)), x, is_async=True
         )
     return x
+
+
+@gluon.jit
+def _store(place, x, row, rows, stride, column):
+    """x [64, N], rows from ``row`` on of so many, to a gradient of 16 bits at ``place``."""
+    like: gl.constexpr = x.type.layout
+    r = row + gl.expand_dims(gl.arange(0, x.shape[0], gl.SliceLayout(1, like)), 1)
+    columns = gl.expand_dims(gl.arange(0, x.shape[1], gl.SliceLayout(0, like)), 0)
+    where = place + (r.to(gl.int64) * stride + (columns + column))
+    gl.store(where, x.to(place.dtype.element_ty), mask=r < rows)
 
 
 @gluon.jit

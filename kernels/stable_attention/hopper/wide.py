@@ -35,9 +35,8 @@ def key_arguments(
     positional = (
         tiled(q, layout, bm, columns), tiled(k, layout, bn, columns),
         tiled(v, layout, bn), tiled(dout, layout, bm), of_rows(shift), of_rows(delta),
-        dk, dv, counter, places,
-        *(s for x in (q, k, v, dout) for s in steps(x, layout)),
-        *(s for x in (dk, dv) for s in strides(x, layout)),
+        tiled(dk, layout, bn, 64), tiled(dv, layout, bn, 64), counter, places,
+        *(s for x in (q, k, v, dout, dk, dv) for s in steps(x, layout)),
         problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
         head_block(problem), problem.kv_heads, problem.group, units(problem)[0], problem.scale,
     )  # fmt: skip
@@ -66,6 +65,8 @@ def pair_arguments(plan, *tensors):
     positional[1] = tiled(k, p.layout, 128, FORWARD[p.d, p.dv].columns)
     positional[2] = tiled(v, p.layout, 128)
     heads = plan.entries * p.kv_heads
+    positional[6:8] = tensors[4:6]
+    positional[18:22] = [s for x in tensors[4:6] for s in strides(x, p.layout)]
     i = 10 + 8 + 6 + 4 + 1
     assert positional[i] == plan.key_tiles
     positional[i] = tiles
