@@ -48,15 +48,28 @@ P_FULL, P_EMPTY = gl.constexpr(8), gl.constexpr(10)
 
 
 @gluon.jit
-def _operand(ring, slot, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """A tile as the left side of a product, a tuple of the parts of its columns."""
-    a = ring.index(slot * PARTS).load(LAYOUT)
-    if PARTS == 1:
-        return (a,)
+def _operand(ring, slot, own_s, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A tile as the left side of a product, a tuple of parts of its columns.
+
+    Of 256 columns 64 stay in shared memory: registers have no room for more.
+    """
+    if ring.shape[2] == 256:
+        tile = ring.index(slot)
+        a = tile.slice(0, 64, dim=1).load(LAYOUT)
+        b = tile.slice(64, 64, dim=1).load(LAYOUT)
+        c = tile.slice(128, 64, dim=1).load(LAYOUT)
+        tma.store_wait(0)
+        own_s.store(tile.slice(192, 64, dim=1).load(LAYOUT))
+        fence_async_shared()
+        return (a, b, c, own_s)
     else:
-        b = ring.index(slot * PARTS + 1).load(LAYOUT)
-        c = ring.index(slot * PARTS + 2).load(LAYOUT)
-        return (a, b, c)
+        a = ring.index(slot * PARTS).load(LAYOUT)
+        if PARTS == 1:
+            return (a,)
+        else:
+            b = ring.index(slot * PARTS + 1).load(LAYOUT)
+            c = ring.index(slot * PARTS + 2).load(LAYOUT)
+            return (a, b, c)
 
 
 @gluon.jit
@@ -64,10 +77,17 @@ def _product(x, ring, slot, zero, C: gl.constexpr, PARTS: gl.constexpr):
     """Start x rows^T of the C-th so many rows of a tile."""
     N: gl.constexpr = zero.shape[1]
     rows = ring.index(slot * PARTS).slice(C * N, N)
-    made = warpgroup_mma(x[0], rows.permute((1, 0)), zero, use_acc=False, is_async=True)
-    for part in gl.static_range(1, PARTS):
-        rows = ring.index(slot * PARTS + part).slice(C * N, N)
-        made = warpgroup_mma(x[part], rows.permute((1, 0)), made, is_async=True)
+    if ring.shape[2] == 256:
+        columns = rows.slice(0, 64, dim=1).permute((1, 0))
+        made = warpgroup_mma(x[0], columns, zero, use_acc=False, is_async=True)
+        for part in gl.static_range(1, 4):
+            columns = rows.slice(64 * part, 64, dim=1).permute((1, 0))
+            made = warpgroup_mma(x[part], columns, made, is_async=True)
+    else:
+        made = warpgroup_mma(x[0], rows.permute((1, 0)), zero, use_acc=False, is_async=True)
+        for part in gl.static_range(1, PARTS):
+            rows = ring.index(slot * PARTS + part).slice(C * N, N)
+            made = warpgroup_mma(x[part], rows.permute((1, 0)), made, is_async=True)
     return made
 
 
@@ -110,6 +130,7 @@ def _consumer(
     factor: of scores in log2 units, or of dK.
     """
     A_PARTS: gl.constexpr = a_s.shape[0] // SLOTS
+    A_GROUPS: gl.constexpr = 4 if a_s.shape[2] == 256 else A_PARTS
     B_PARTS: gl.constexpr = b_s.shape[0] // SLOTS
     WIDTH: gl.constexpr = b_s.shape[2]
     dtype: gl.constexpr = a_s.dtype
@@ -151,7 +172,7 @@ def _consumer(
             # Keys that no query sees meet a tile whose P is 0.
             count = gl.maximum(count, 1)
             mbarrier.wait(a_full.index(slot), parity)
-            x = _operand(a_s, slot, A_PARTS, X_L)
+            x = _operand(a_s, slot, out_s.index(W), A_PARTS, X_L)
             mbarrier.wait(b_full.index(slot), parity)
             mbarrier.arrive(b_empty.index(slot), count=1)
             of_keys = slot
@@ -215,7 +236,7 @@ def _consumer(
                             begun = _product(x, a_s, following, zero_s, 0, A_PARTS)
                         else:
                             begun = _product(x, a_s, slot, zero_s, c + 1, A_PARTS)
-                        acc, begun = _added(adding, begun, A_PARTS)
+                        acc, begun = _added(adding, begun, A_GROUPS)
                         if c == ROWS // N - 1:
                             mbarrier.arrive(b_empty.index(slot), count=1)
                         made = warpgroup_mma_wait(0, deps=(begun,))
