@@ -240,6 +240,21 @@ def _consumer(
                         if c == ROWS // N - 1:
                             mbarrier.arrive(b_empty.index(slot), count=1)
                         made = warpgroup_mma_wait(0, deps=(begun,))
+                    elif AHEAD == 4:
+                        if c == ROWS // N - 1:
+                            if u + 1 < total:
+                                mbarrier.wait(a_full.index(following), following_parity)
+                                begun = _product(x, a_s, following, zero_s, 0, A_PARTS)
+                                acc, begun = _added(adding, begun, A_GROUPS)
+                                mbarrier.arrive(b_empty.index(slot), count=1)
+                                made = warpgroup_mma_wait(0, deps=(begun,))
+                            else:
+                                acc, made = _added(adding, made, 0)
+                                mbarrier.arrive(b_empty.index(slot), count=1)
+                        else:
+                            begun = _product(x, a_s, slot, zero_s, c + 1, A_PARTS)
+                            acc, begun = _added(adding, begun, A_GROUPS)
+                            made = warpgroup_mma_wait(0, deps=(begun,))
                     elif AHEAD == 2:
                         acc, made = _added(adding, begun, 0)
                         if c == ROWS // N - 1:

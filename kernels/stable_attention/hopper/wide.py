@@ -44,7 +44,7 @@ def key_arguments(
         "D": d, "SLOTS": WIDE_SLOTS[d], "N": 32 if d == 256 else 64,
         "BAND": bool(masked["BAND"]) or problem.sk % bn != 0, "PACKED": problem.varlen,
         # Of a consumer; what the kernel starts with leaves these to it.
-        "REGISTERS": 240, "A0": True, "A1": True,  "maxnreg": 168, "num_warps": 4,
+        "REGISTERS": 240, "A0": 4, "A1": 4,  "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
     return (min(heads * key_tiles, processors(q.device)),), positional, named
 
