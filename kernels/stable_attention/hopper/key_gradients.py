@@ -1,15 +1,16 @@
 """dK and dV on sm_90 for head dims above 128, whose dQ is another kernel's (`query_gradient`).
 
-Shape legend: as in `backward`; D is the head dim of q and k, DV of v. An item is 64 keys of a
-key/value head, a tile 64 queries of one of its query heads; tiles of products are [keys, queries].
+Shape legend: D head dim of q and k, DV of v. An item is 64 keys of a key/value head, a tile 64
+queries of one of its query heads; products are [64 keys, N queries], 64 or 32 of a tile's. shift
+and delta are [B * H * query tiles, 64] float32 (`rows`).
 
 Registers hold dK and dV of 64 keys and no more, so two consumers of 4 warps share an item: the
 first makes P and adds to dV, the second makes dS and adds to dK. P passes from one to the other in
-float32. The first has K in registers, the second V: both products of a tile then read shared memory
-once and not twice, and all of that is left to tiles.
+float32. The first has K in registers, the second V, so that products read shared memory once and
+not twice, and all of it is left to tiles. While a consumer adds, its next product waits in line.
 
 Q and K come through one ring, dO and V through another: the first entry of an item is the one of
-its keys. Both consumers free every slot.
+its keys. Both consumers free every slot. A sum is one program's, in a fixed order.
 """
 
 from triton.experimental import gluon
@@ -42,7 +43,9 @@ from stable_attention.hopper.tiles import (
 )
 
 ROWS = gl.constexpr(64)
-"""Keys of an item."""
+"""Queries and keys of a tile."""
+PART = gl.constexpr(64)
+"""Columns of a gradient that leave at once, and of 256 columns those that stay in shared memory."""
 P_FULL, P_EMPTY = gl.constexpr(8), gl.constexpr(10)
 """Named barriers of P's two places."""
 
@@ -51,15 +54,15 @@ P_FULL, P_EMPTY = gl.constexpr(8), gl.constexpr(10)
 def _operand(ring, slot, own_s, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
     """A tile as the left side of a product, a tuple of parts of its columns.
 
-    Of 256 columns 64 stay in shared memory: registers have no room for more.
+    Registers have no room for the last of 256, which goes to ``own_s``.
     """
-    if ring.shape[2] == 256:
+    if ring.shape[2] == 4 * PART:
         tile = ring.index(slot)
-        a = tile.slice(0, 64, dim=1).load(LAYOUT)
-        b = tile.slice(64, 64, dim=1).load(LAYOUT)
-        c = tile.slice(128, 64, dim=1).load(LAYOUT)
+        a = tile.slice(0, PART, dim=1).load(LAYOUT)
+        b = tile.slice(PART, PART, dim=1).load(LAYOUT)
+        c = tile.slice(2 * PART, PART, dim=1).load(LAYOUT)
         tma.store_wait(0)
-        own_s.store(tile.slice(192, 64, dim=1).load(LAYOUT))
+        own_s.store(tile.slice(3 * PART, PART, dim=1).load(LAYOUT))
         fence_async_shared()
         return (a, b, c, own_s)
     else:
@@ -68,71 +71,100 @@ def _operand(ring, slot, own_s, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
             return (a,)
         else:
             b = ring.index(slot * PARTS + 1).load(LAYOUT)
-            c = ring.index(slot * PARTS + 2).load(LAYOUT)
-            return (a, b, c)
+            return (a, b, ring.index(slot * PARTS + 2).load(LAYOUT))
 
 
 @gluon.jit
-def _product(x, ring, slot, zero, C: gl.constexpr, PARTS: gl.constexpr):
+def _columns(ring, slot, C: gl.constexpr, N: gl.constexpr, PART_OF: gl.constexpr, IN: gl.constexpr):
+    """The C-th N rows of a tile: columns that meet a part of `_operand`, of so many."""
+    if ring.shape[2] == 4 * PART:
+        return ring.index(slot).slice(C * N, N).slice(PART * PART_OF, PART, dim=1)
+    else:
+        return ring.index(slot * IN + PART_OF).slice(C * N, N)
+
+
+@gluon.jit
+def _product(x, ring, slot, zero, C: gl.constexpr):
     """Start x rows^T of the C-th so many rows of a tile."""
     N: gl.constexpr = zero.shape[1]
-    rows = ring.index(slot * PARTS).slice(C * N, N)
-    if ring.shape[2] == 256:
-        columns = rows.slice(0, 64, dim=1).permute((1, 0))
-        made = warpgroup_mma(x[0], columns, zero, use_acc=False, is_async=True)
-        for part in gl.static_range(1, 4):
-            columns = rows.slice(64 * part, 64, dim=1).permute((1, 0))
-            made = warpgroup_mma(x[part], columns, made, is_async=True)
-    else:
-        made = warpgroup_mma(x[0], rows.permute((1, 0)), zero, use_acc=False, is_async=True)
-        for part in gl.static_range(1, PARTS):
-            rows = ring.index(slot * PARTS + part).slice(C * N, N)
-            made = warpgroup_mma(x[part], rows.permute((1, 0)), made, is_async=True)
+    rows = _columns(ring, slot, C, N, 0, len(x)).permute((1, 0))
+    made = warpgroup_mma(x[0], rows, zero, use_acc=False, is_async=True)
+    for part in gl.static_range(1, len(x)):
+        rows = _columns(ring, slot, C, N, part, len(x)).permute((1, 0))
+        made = warpgroup_mma(x[part], rows, made, is_async=True)
     return made
 
 
 @gluon.jit
-def _add(acc, operand, ring, slot, C: gl.constexpr, PARTS: gl.constexpr):
+def _add(acc, operand, ring, slot, C: gl.constexpr):
     """Start acc + operand rows, a tuple of the parts of their columns."""
     N: gl.constexpr = operand.shape[1]
-    a = warpgroup_mma(operand, ring.index(slot * PARTS).slice(C * N, N), acc[0], is_async=True)
-    if PARTS == 1:
+    first = slot * len(acc)
+    a = warpgroup_mma(operand, ring.index(first).slice(C * N, N), acc[0], is_async=True)
+    if len(acc) == 1:
         return (a,)
     else:
-        rows = ring.index(slot * PARTS + 1).slice(C * N, N)
-        b = warpgroup_mma(operand, rows, acc[1], is_async=True)
-        rows = ring.index(slot * PARTS + 2).slice(C * N, N)
-        return (a, b, warpgroup_mma(operand, rows, acc[2], is_async=True))
+        b = warpgroup_mma(operand, ring.index(first + 1).slice(C * N, N), acc[1], is_async=True)
+        c = warpgroup_mma(operand, ring.index(first + 2).slice(C * N, N), acc[2], is_async=True)
+        return (a, b, c)
 
 
 @gluon.jit
-def _added(acc, made, PARTS: gl.constexpr):
-    """Await the parts of acc, after which PARTS of made were started."""
+def _added(acc, made, BEHIND: gl.constexpr):
+    """Await the parts of acc, after which as many products were started."""
     if len(acc) == 1:
-        a, made = warpgroup_mma_wait(PARTS, deps=(acc[0], made))
+        a, made = warpgroup_mma_wait(BEHIND, deps=(acc[0], made))
         return (a,), made
     else:
-        a, b, c, made = warpgroup_mma_wait(PARTS, deps=(acc[0], acc[1], acc[2], made))
+        a, b, c, made = warpgroup_mma_wait(BEHIND, deps=(acc[0], acc[1], acc[2], made))
         return (a, b, c), made
 
 
 @gluon.jit
+def _go_on(adding, x, ring, slot, zero, read, C: gl.constexpr, LAST: gl.constexpr):
+    """Start the next product; (acc, the product) when both are there. LAST: of a tile, whose other
+    side has been read when acc is there."""
+    begun = _product(x, ring, slot, zero, C)
+    acc, begun = _added(adding, begun, len(x))
+    if LAST:
+        mbarrier.arrive(read, count=1)
+    return acc, warpgroup_mma_wait(0, deps=(begun,))
+
+
+@gluon.jit
+def _weights(s, shift, unit, middle, end, left, right, place, p_s, BAND: gl.constexpr):
+    """P of scores [64, N], left for the other consumer as well. middle: the first query against the
+    first key."""
+    p = gl.exp2(s * unit - gl.expand_dims(shift, 0))
+    if BAND:
+        to_right = middle + right
+        to_left = middle - left
+        if (gl.minimum(to_right, end) < ROWS - 1) | (to_left + s.shape[1] - 1 > 0):
+            p = zeros_outside(p, to_right, to_left, end)
+    sync_named(P_EMPTY + place, "256", 4)
+    put_away(p_s.index(place), p)
+    arrive_named(P_FULL + place, "256")
+    return p
+
+
+@gluon.jit
 def _consumer(
-    out_desc, a_s, b_s, rows_s, p_s, out_s, item_s, item_full, item_empty,
+    out_desc, a_s, b_s, rows_s, p_s, own_s, item_s, item_full, item_empty,
     a_full, a_empty, b_full, b_empty,
     counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads, group,
     stride_b, stride_h, factor,
     W: gl.constexpr, SLOTS: gl.constexpr, N: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr, AHEAD: gl.constexpr,
+    PACKED: gl.constexpr, SPARED: gl.constexpr,
 ):  # fmt: skip
-    """W 0: dV of K and Q (ring a) and dO (ring b); 1: dK of V and dO (ring a) and Q (ring b).
+    """W 0: dV, from K and Q (ring a) and dO (ring b); 1: dK, from V and dO (a) and Q (b).
 
-    factor: of scores in log2 units, or of dK.
+    factor: of scores in log2 units, or of dK. SPARED: nothing is started behind the last tile;
+    else a product of what lies there, which nobody reads.
     """
     A_PARTS: gl.constexpr = a_s.shape[0] // SLOTS
-    A_GROUPS: gl.constexpr = 4 if a_s.shape[2] == 256 else A_PARTS
     B_PARTS: gl.constexpr = b_s.shape[0] // SLOTS
     WIDTH: gl.constexpr = b_s.shape[2]
+    CHUNKS: gl.constexpr = ROWS // N
     dtype: gl.constexpr = a_s.dtype
     S_L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
@@ -171,48 +203,32 @@ def _consumer(
             )
             # Keys that no query sees meet a tile whose P is 0.
             count = gl.maximum(count, 1)
+            middle = first * ROWS + (keys - queries) - n * ROWS
+            behind = middle + count * ROWS
+            end = keys - 1 - n * ROWS
             mbarrier.wait(a_full.index(slot), parity)
-            x = _operand(a_s, slot, out_s.index(W), A_PARTS, X_L)
+            x = _operand(a_s, slot, own_s, A_PARTS, X_L)
             mbarrier.wait(b_full.index(slot), parity)
             mbarrier.arrive(b_empty.index(slot), count=1)
             of_keys = slot
             slot, parity = advance(slot, parity, SLOTS)
             zero = gl.zeros([64, WIDTH], gl.float32, ACC_L)
             acc = (zero,) if B_PARTS == 1 else (zero, zero, zero)
-            # Of the first query, against the first key.
-            middle = first * ROWS + (keys - queries) - n * ROWS
-            end = keys - 1 - n * ROWS
-            behind = middle + count * ROWS
             mbarrier.wait(a_full.index(slot), parity)
-            made = _product(x, a_s, slot, zero_s, 0, A_PARTS)
-            made = warpgroup_mma_wait(0, deps=(made,))
-            # Not before: what loads to registers have read is known once these are used.
+            made = warpgroup_mma_wait(0, deps=(_product(x, a_s, slot, zero_s, 0),))
+            # Not before: a load to registers has read for certain when its result is used.
             mbarrier.arrive(a_empty.index(of_keys), count=1)
             total = count * group
             for u in range(0, total):
                 following, following_parity = advance(slot, parity, SLOTS)
-                for c in gl.static_range(ROWS // N):
-                    if AHEAD == 2:
-                        # After the last tile a product of what lies there, which nobody reads.
-                        if c == ROWS // N - 1:
-                            mbarrier.wait(
-                                a_full.index(following), following_parity, pred=u + 1 < total
-                            )
-                            begun = _product(x, a_s, following, zero_s, 0, A_PARTS)
-                        else:
-                            begun = _product(x, a_s, slot, zero_s, c + 1, A_PARTS)
+                read = b_empty.index(slot)
+                for c in gl.static_range(CHUNKS):
                     numbers = rows_s.index(slot).reshape((ROWS,)).slice(c * N, N).load(columns)
                     if W == 0:
-                        p = gl.exp2(made * factor - gl.expand_dims(numbers, 0))
-                        if BAND:
-                            to_right = middle + right
-                            to_left = middle - left
-                            if (gl.minimum(to_right, end) < ROWS - 1) | (to_left + N - 1 > 0):
-                                p = zeros_outside(p, to_right, to_left, end)
-                            middle += N
-                        sync_named(P_EMPTY + p_place, "256", 4)
-                        put_away(p_s.index(p_place), p)
-                        arrive_named(P_FULL + p_place, "256")
+                        p = _weights(
+                            made, numbers, factor, middle, end, left, right, p_place, p_s, BAND
+                        )
+                        middle += N
                         operand = gl.convert_layout(p.to(dtype), P_L)
                     else:
                         sync_named(P_FULL + p_place, "256", 4)
@@ -221,62 +237,29 @@ def _consumer(
                         operand = gl.convert_layout(ds, P_L)
                     if c == 0:
                         mbarrier.wait(b_full.index(slot), parity)
-                    adding = _add(acc, operand, b_s, slot, c, B_PARTS)
-                    # After a use of what was loaded, as above.
+                    adding = _add(acc, operand, b_s, slot, c)
+                    # After the use of P and the numbers, as above.
                     if W == 1:
                         arrive_named(P_EMPTY + p_place, "256")
                     p_place ^= 1
-                    if c == ROWS // N - 1:
+                    if c < CHUNKS - 1:
+                        acc, made = _go_on(adding, x, a_s, slot, zero_s, read, c + 1, False)
+                    else:
                         mbarrier.arrive(a_empty.index(slot), count=1)
-                    if AHEAD == 1:
-                        if c == ROWS // N - 1:
-                            mbarrier.wait(
-                                a_full.index(following), following_parity, pred=u + 1 < total
-                            )
-                            begun = _product(x, a_s, following, zero_s, 0, A_PARTS)
-                        else:
-                            begun = _product(x, a_s, slot, zero_s, c + 1, A_PARTS)
-                        acc, begun = _added(adding, begun, A_GROUPS)
-                        if c == ROWS // N - 1:
-                            mbarrier.arrive(b_empty.index(slot), count=1)
-                        made = warpgroup_mma_wait(0, deps=(begun,))
-                    elif AHEAD == 4:
-                        if c == ROWS // N - 1:
+                        if SPARED:
                             if u + 1 < total:
                                 mbarrier.wait(a_full.index(following), following_parity)
-                                begun = _product(x, a_s, following, zero_s, 0, A_PARTS)
-                                acc, begun = _added(adding, begun, A_GROUPS)
-                                mbarrier.arrive(b_empty.index(slot), count=1)
-                                made = warpgroup_mma_wait(0, deps=(begun,))
+                                acc, made = _go_on(
+                                    adding, x, a_s, following, zero_s, read, 0, True
+                                )
                             else:
                                 acc, made = _added(adding, made, 0)
-                                mbarrier.arrive(b_empty.index(slot), count=1)
+                                mbarrier.arrive(read, count=1)
                         else:
-                            begun = _product(x, a_s, slot, zero_s, c + 1, A_PARTS)
-                            acc, begun = _added(adding, begun, A_GROUPS)
-                            made = warpgroup_mma_wait(0, deps=(begun,))
-                    elif AHEAD == 2:
-                        acc, made = _added(adding, begun, 0)
-                        if c == ROWS // N - 1:
-                            mbarrier.arrive(b_empty.index(slot), count=1)
-                    else:
-                        acc, made = _added(adding, made, 0)
-                        if c == ROWS // N - 1:
-                            mbarrier.arrive(b_empty.index(slot), count=1)
-                            if AHEAD == 3:
-                                if u + 1 < total:
-                                    mbarrier.wait(a_full.index(following), following_parity)
-                                    begun = _product(x, a_s, following, zero_s, 0, A_PARTS)
-                                    made = warpgroup_mma_wait(0, deps=(begun,))
-                            else:
-                                mbarrier.wait(
-                                    a_full.index(following), following_parity, pred=u + 1 < total
-                                )
-                                begun = _product(x, a_s, following, zero_s, 0, A_PARTS)
-                                made = warpgroup_mma_wait(0, deps=(begun,))
-                        else:
-                            begun = _product(x, a_s, slot, zero_s, c + 1, A_PARTS)
-                            made = warpgroup_mma_wait(0, deps=(begun,))
+                            more = u + 1 < total
+                            mbarrier.wait(a_full.index(following), following_parity, pred=more)
+                            acc, made = _go_on(adding, x, a_s, following, zero_s, read, 0, True)
+                # Of the next query head.
                 middle = gl.where(middle == behind, middle - count * ROWS, middle)
                 slot = following
                 parity = following_parity
@@ -286,8 +269,8 @@ def _consumer(
                 if W == 1:
                     y = y * factor
                 store_rows(
-                    y, out_s.index(W), out_s.index(W), out_desc, out_desc, n * ROWS,
-                    column + part * WIDTH, start_k, keys, False, PACKED,
+                    y, own_s, own_s, out_desc, out_desc, n * ROWS, column + part * WIDTH,
+                    start_k, keys, False, PACKED,
                 )  # fmt: skip
     tma.store_wait(0)
 
@@ -391,7 +374,7 @@ def key_gradients_kernel(
     sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, group,
     unit, scale,
     D: gl.constexpr, SLOTS: gl.constexpr, N: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr, A0: gl.constexpr, A1: gl.constexpr, REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, SPARED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     COLUMNS: gl.constexpr = q_desc.block_type.shape[-1]
@@ -405,8 +388,8 @@ def key_gradients_kernel(
     shift_s = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, ROWS], shift_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, ROWS], delta_desc.layout)
     p_s = gl.allocate_shared_memory(gl.float32, [2, N // 2, 128], flat)
-    out_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], dtype)
-    out_s = gl.allocate_shared_memory(dtype, [2, ROWS, 64], out_l)
+    own_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], dtype)
+    own_s = gl.allocate_shared_memory(dtype, [2, ROWS, PART], own_l)
     item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     item_full, item_empty = new_barriers(1, PAIR), new_barriers(2, PAIR)
     q_full, q_empty = new_barriers(1, SLOTS), new_barriers(2, SLOTS)
@@ -415,16 +398,16 @@ def key_gradients_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                dv_desc, q_s, do_s, shift_s, p_s, out_s, item_s, item_full, item_empty,
+                dv_desc, q_s, do_s, shift_s, p_s, own_s.index(0), item_s, item_full, item_empty,
                 q_full, q_empty, do_full, do_empty,
                 counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads,
-                group, stride_dvb, stride_dvh, unit, 0, SLOTS, N, BAND, PACKED, A0,
+                group, stride_dvb, stride_dvh, unit, 0, SLOTS, N, BAND, PACKED, SPARED,
             )),
             (_consumer, (
-                dk_desc, do_s, q_s, delta_s, p_s, out_s, item_s, item_full, item_empty,
+                dk_desc, do_s, q_s, delta_s, p_s, own_s.index(1), item_s, item_full, item_empty,
                 do_full, do_empty, q_full, q_empty,
                 counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads,
-                group, stride_dkb, stride_dkh, scale, 1, SLOTS, N, BAND, PACKED, A1,
+                group, stride_dkb, stride_dkh, scale, 1, SLOTS, N, BAND, PACKED, SPARED,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,

@@ -7,8 +7,6 @@ from typing import NamedTuple
 TILES = {64: (128, 128), 128: (64, 128), 192: (64, 64), 256: (64, 64)}
 """Head dim of q and k -> (queries, keys) of a tile of the backward pass, which serves no others:
 what shared memory and registers hold. 64 keys are each consumer's, or both's above 128."""
-WIDE_SLOTS = {192: 4, 256: 3}
-"""Head dim of q and k -> slots of the rings of `key_gradients`."""
 
 
 def width(d: int) -> int:
@@ -42,4 +40,4 @@ FORWARD = {
 """(head dim of q and k, of v) -> tile."""
 
 
-__all__ = ["FORWARD", "TILES", "WIDE_SLOTS", "Tile", "width"]
+__all__ = ["FORWARD", "TILES", "Tile", "width"]

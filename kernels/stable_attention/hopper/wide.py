@@ -1,15 +1,35 @@
-"""Arguments of the kernels that are the backward pass of head dims above 128: seven products in two
-kernels, and no sum that several programs add to."""
+"""Arguments of the kernels that are the backward pass of head dims above 128: dK and dV in one, dQ
+in another. These are seven products of tiles, not the five of `backward`, and no program waits for
+another; sums of dQ that several add to would go through L2, which bounds these head dims.
+
+Shape legend: as in `forward`.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from stable_attention.hopper.descriptors import of_rows, processors, steps, tiled
 from stable_attention.hopper.plan import Plan, head_block, mask, units
-from stable_attention.hopper.shapes import FORWARD, TILES, WIDE_SLOTS
-from stable_attention.layouts import strides
+from stable_attention.hopper.shapes import FORWARD, TILES
 from stable_attention.triton.launches import Arguments
+
+
+class KeyTile(NamedTuple):
+    """Of the kernel of dK and dV."""
+
+    slots: int
+    """Of each of its rings."""
+    queries: int
+    """Of a product: of the scores of more, registers have no room."""
+    spared: bool
+    """`key_gradients`: what is faster under a causal mask."""
+
+
+KEY_TILES = {(192, 128): KeyTile(4, 64, True), (256, 256): KeyTile(3, 32, False)}
+"""(head dim of q and k, of v) -> tile."""
 
 
 def key_arguments(
@@ -25,11 +45,11 @@ def key_arguments(
     counter: torch.Tensor,
     places: torch.Tensor | None,
 ) -> Arguments:
-    """Of `key_gradients`: a causal mask is a band, too, and gradients have no descriptors."""
-    problem, key_tiles = plan.problem, plan.key_tiles
-    d, dv_width, layout = problem.d, problem.dv, problem.layout
-    bm, bn = TILES[d]
-    columns = FORWARD[d, dv_width].columns
+    """Of `key_gradients`, to which a causal mask is a band and keys past the end are one."""
+    problem, key_tiles, layout = plan.problem, plan.key_tiles, plan.problem.layout
+    bm, bn = TILES[problem.d]
+    columns = FORWARD[problem.d, problem.dv].columns
+    tile = KEY_TILES[problem.d, problem.dv]
     heads = plan.entries * problem.kv_heads
     bounds, masked = mask(problem, square=False)
     positional = (
@@ -41,40 +61,12 @@ def key_arguments(
         head_block(problem), problem.kv_heads, problem.group, units(problem)[0], problem.scale,
     )  # fmt: skip
     named: dict[str, object] = {
-        "D": d, "SLOTS": WIDE_SLOTS[d], "N": 32 if d == 256 else 64,
+        "D": problem.d, "SLOTS": tile.slots, "N": tile.queries, "SPARED": tile.spared,
         "BAND": bool(masked["BAND"]) or problem.sk % bn != 0, "PACKED": problem.varlen,
         # Of a consumer; what the kernel starts with leaves these to it.
-        "REGISTERS": 240, "A0": 4, "A1": 4,  "maxnreg": 168, "num_warps": 4,
+        "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
     return (min(heads * key_tiles, processors(q.device)),), positional, named
 
 
-def pair_arguments(plan, *tensors):
-    """Experiment."""
-    import dataclasses
-
-    import triton
-
-    p = plan.problem
-    tiles = (
-        plan.key_tiles if p.varlen else triton.cdiv(p.sk, 128)
-    )
-    grid, positional, named = key_arguments(plan, *tensors)
-    q, k, v = tensors[:3]
-    positional = list(positional)
-    positional[1] = tiled(k, p.layout, 128, FORWARD[p.d, p.dv].columns)
-    positional[2] = tiled(v, p.layout, 128)
-    heads = plan.entries * p.kv_heads
-    positional[6:8] = tensors[4:6]
-    positional[18:22] = [s for x in tensors[4:6] for s in strides(x, p.layout)]
-    i = 10 + 8 + 6 + 4 + 1
-    assert positional[i] == plan.key_tiles
-    positional[i] = tiles
-    named = {
-        "D": p.d, "SLOTS": 3, "N": 32, "BAND": bool(mask(p, square=False)[1]["BAND"]) or p.sk % 128 != 0,
-        "PACKED": p.varlen, "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
-    }  # fmt: skip
-    return (min(heads * tiles, processors(q.device)),), tuple(positional), named
-
-
-__all__ = ["key_arguments", "pair_arguments"]
+__all__ = ["KEY_TILES", "KeyTile", "key_arguments"]
