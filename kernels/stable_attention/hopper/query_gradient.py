@@ -39,6 +39,7 @@ from stable_attention.hopper.tiles import (
     keys_of,
     limits_of,
     load_parts,
+    load_tile,
     place_of,
 )
 from stable_attention.numerics import LOG2E
@@ -51,7 +52,8 @@ def _producer(
     sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
     stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh, stride_vb, stride_vh,
     GROUP: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
-    PARTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr,
+    PARTS: gl.constexpr, V_PARTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     SLOT_OF_V: gl.constexpr = SLOT_OF_K + K_SLOTS
@@ -59,6 +61,7 @@ def _producer(
     k = 0
     v = 0
     copied = 0
+    copied_v = 0
     tiles = 0
     if PACKED:
         query_tiles = gl.load(counter + 1)
@@ -104,20 +107,22 @@ def _producer(
                 if i == 0:
                     if tiles > 0:
                         sync_named(BUFFER_OF_Q + 1, ALL, 1)
-                    mbarrier.expect(do_full, 2 * do_desc.block_type.nbytes)
+                    mbarrier.expect(do_full, 2 * V_PARTS * do_desc.block_type.nbytes)
                     for w in gl.static_range(2):
                         load_parts(
                             do_desc, m * TILE + w * 64, b * stride_gb + h * stride_gh, start_q,
-                            queries, do_full, do_s, w, 1, PACKED,
+                            queries, do_full, do_s, w, V_PARTS, PACKED,
                         )  # fmt: skip
-                if copied >= V_SLOTS:
-                    sync_named(SLOT_OF_V + v, ALL, 1)
-                mbarrier.expect(v_full.index(v), v_desc.block_type.nbytes)
-                load_parts(
-                    v_desc, (last - i) * BN, v_column, start_k, keys, v_full.index(v), v_s, v,
-                    1, PACKED,
-                )  # fmt: skip
-                v = gl.where(v + 1 == V_SLOTS, 0, v + 1)
+                for part in gl.static_range(V_PARTS):
+                    if copied_v >= V_SLOTS:
+                        sync_named(SLOT_OF_V + v, ALL, 1)
+                    mbarrier.expect(v_full.index(v), v_desc.block_type.nbytes)
+                    load_tile(
+                        v_desc, (last - i) * BN, v_column + part * v_s.shape[2], start_k, keys,
+                        v_full.index(v), v_s.index(v), PACKED,
+                    )  # fmt: skip
+                    v = gl.where(v + 1 == V_SLOTS, 0, v + 1)
+                    copied_v += 1
                 copied += 1
             tiles += 1
             # As many numbers are taken as there are items, so the counter ends as it began.
@@ -159,7 +164,8 @@ def _place(item_s, tiles, places, sq, sk, PACKED: gl.constexpr):
 @gluon.jit
 def _pass_over(
     n, k, k_parity, v, v_parity, k_full, v_full,
-    W: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, TURNS: gl.constexpr,
+    W: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, V_PARTS: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """Free the slots of so many blocks unread, once they are full, as they would be twice else."""
     for _ in range(n):
@@ -168,10 +174,11 @@ def _pass_over(
         if TURNS:
             sync_named(TURN + W, "256", 4)
             arrive_named(TURN + 1 - W, "256")
-        mbarrier.wait(v_full.index(v), v_parity)
-        arrive_named(SLOT_OF_K + K_SLOTS + v, ALL)
         k, k_parity = advance(k, k_parity, K_SLOTS)
-        v, v_parity = advance(v, v_parity, V_SLOTS)
+        for _part in gl.static_range(V_PARTS):
+            mbarrier.wait(v_full.index(v), v_parity)
+            arrive_named(SLOT_OF_K + K_SLOTS + v, ALL)
+            v, v_parity = advance(v, v_parity, V_SLOTS)
     return k, k_parity, v, v_parity
 
 
@@ -188,14 +195,44 @@ def _add_keys(dq, ds, k_s, k, use_dq, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _await(pending: gl.constexpr, dq, s, dp, PARTS: gl.constexpr):
-    """Await dQ and S, after which ``pending`` products were started."""
+def _await_keys(pending: gl.constexpr, dq, s, dp, PARTS: gl.constexpr):
+    """Await dQ, after which S and dP were started, ``pending`` products."""
     if PARTS == 1:
         a, s, dp = warpgroup_mma_wait(pending, deps=(dq[0], s, dp))
         return (a,), s, dp
     else:
         a, b, c, s, dp = warpgroup_mma_wait(pending, deps=(dq[0], dq[1], dq[2], s, dp))
         return (a, b, c), s, dp
+
+
+@gluon.jit
+def _start_dp(
+    do, do_s, w, v_s, v_full, v, v_parity, zero, V_SLOTS: gl.constexpr, V_PARTS: gl.constexpr,
+):  # fmt: skip
+    """Start dP [64, BN] of a block, in products that each wait for a part of V."""
+    mbarrier.wait(v_full.index(v), v_parity)
+    dp = warpgroup_mma(do, v_s.index(v).permute((1, 0)), zero, use_acc=False, is_async=True)
+    for part in gl.static_range(1, V_PARTS):
+        v, v_parity = advance(v, v_parity, V_SLOTS)
+        mbarrier.wait(v_full.index(v), v_parity)
+        do = do_s.index(w * V_PARTS + part)
+        dp = warpgroup_mma(do, v_s.index(v).permute((1, 0)), dp, is_async=True)
+    return dp
+
+
+@gluon.jit
+def _end_dp(
+    dp, v_full, v, v_parity, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, V_PARTS: gl.constexpr
+):
+    """(dP, next slot of V, its parity), the slots free."""
+    # A wait that is a loop, and over long since: else ptxas moves that for dP before the
+    # exponentials.
+    mbarrier.wait(v_full.index(v), v_parity)
+    for part in gl.static_range(V_PARTS):
+        dp = warpgroup_mma_wait(V_PARTS - 1 - part, deps=(dp,))
+        arrive_named(SLOT_OF_K + K_SLOTS + v, ALL)
+        v, v_parity = advance(v, v_parity, V_SLOTS)
+    return dp, v, v_parity
 
 
 @gluon.jit
@@ -226,8 +263,8 @@ def _consumer(
     sq, sk, left, right, key_blocks, stride_lb, stride_lh,
     stride_dqb, stride_dqs, stride_dqh, unit, scale,
     W: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
-    PARTS: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, MASKED: gl.constexpr,
-    DO_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr,
+    PARTS: gl.constexpr, V_PARTS: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr,
+    MASKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     DQ: gl.constexpr = k_s.shape[2]
     S_L: gl.constexpr = gl.NVMMADistributedLayout(
@@ -268,7 +305,8 @@ def _consumer(
             after = own_first - first
             blocks = own - own_first + 1
             k, k_parity, v, v_parity = _pass_over(
-                last - own, k, k_parity, v, v_parity, k_full, v_full, W, K_SLOTS, V_SLOTS, TURNS
+                last - own, k, k_parity, v, v_parity, k_full, v_full, W, K_SLOTS, V_SLOTS,
+                V_PARTS, TURNS,
             )
         to_right, to_left, end = limits_of(m, own, queries, keys, left, right, W, BN)
         rows = m * TILE + W * 64 + gl.arange(0, 64, RS)
@@ -280,64 +318,56 @@ def _consumer(
         mbarrier.wait(k_full.index(k), k_parity)
         s_made = scores(q_s.index(W * PARTS), q_s, W, k_s, k, zero_s, PARTS)
         mbarrier.wait(do_full, tiles & 1)
-        do = operand(do_s, W, 1, DO_IN_REGISTERS, DO_L)
-        mbarrier.wait(v_full.index(v), v_parity)
-        dp_made = scores(do, do_s, W, v_s, v, zero_s, 1)
-        s, dp_made = warpgroup_mma_wait(1, deps=(s_made, dp_made))
+        do = operand(do_s, W, V_PARTS, DO_IN_REGISTERS, DO_L)
+        dp_made = _start_dp(do, do_s, W, v_s, v_full, v, v_parity, zero_s, V_SLOTS, V_PARTS)
+        s, dp_made = warpgroup_mma_wait(V_PARTS, deps=(s_made, dp_made))
         arrive_if(BUFFER_OF_Q, blocks == 1, ALL, False)
         p = _probabilities(s, shift, unit, to_right, to_left, end, 0, BN, MASKED)
-        before = k
-        k, k_parity = advance(k, k_parity, K_SLOTS)
-        # A wait that is a loop: else ptxas waits for dP before the exponentials.
-        mbarrier.wait(k_full.index(k), k_parity, pred=blocks > 1)
-        dp = warpgroup_mma_wait(0, deps=(dp_made,))
-        arrive_named(SLOT_OF_V + v, ALL)
-        v, v_parity = advance(v, v_parity, V_SLOTS)
+        dp, v, v_parity = _end_dp(dp_made, v_full, v, v_parity, K_SLOTS, V_SLOTS, V_PARTS)
         ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), DS_L)
         dq = (zero_dq,) if PARTS == 1 else (zero_dq, zero_dq, zero_dq)
         for i in range(1, blocks):
-            w = _uniform(W)
+            before = k
+            k, k_parity = advance(k, k_parity, K_SLOTS)
             if TURNS:
                 sync_named(TURN + W, "256", 4)
             dq = _add_keys(dq, ds, k_s, before, i > 1, PARTS)
             if TURNS == 1:
                 arrive_named(TURN + 1 - W, "256")
-            s_made = scores(q_s.index(w * PARTS), q_s, w, k_s, k, zero_s, PARTS)
+            # Opaque, so that descriptors of Q and dO are not kept in registers.
+            w = _uniform(W)
+            mbarrier.wait(k_full.index(k), k_parity)
+            s_begun = scores(q_s.index(w * PARTS), q_s, w, k_s, k, zero_s, PARTS)
             if TURNS == 2:
                 arrive_named(TURN + 1 - W, "256")
             if not DO_IN_REGISTERS:
-                do = operand(do_s, w, 1, False, DO_L)
-            mbarrier.wait(v_full.index(v), v_parity)
-            dp_made = scores(do, do_s, w, v_s, v, zero_s, 1)
+                do = operand(do_s, w, V_PARTS, False, DO_L)
+            dp_begun = _start_dp(do, do_s, w, v_s, v_full, v, v_parity, zero_s, V_SLOTS, V_PARTS)
             if TURNS == 3:
                 arrive_named(TURN + 1 - W, "256")
-            dq, s, dp_made = _await(1, dq, s_made, dp_made, PARTS)
+            dq, s, dp = _await_keys(PARTS + V_PARTS, dq, s_begun, dp_begun, PARTS)
             arrive_named(SLOT_OF_K + before, ALL)
+            s, dp = warpgroup_mma_wait(V_PARTS, deps=(s, dp))
             arrive_if(BUFFER_OF_Q, i + 1 == blocks, ALL, False)
-            p = _probabilities(
-                s, shift, unit, to_right, to_left, end, i * BN, BN, MASKED
-            )
-            before = k
-            k, k_parity = advance(k, k_parity, K_SLOTS)
-            mbarrier.wait(k_full.index(k), k_parity, pred=i + 1 < blocks)
-            dp = warpgroup_mma_wait(0, deps=(dp_made,))
-            arrive_named(SLOT_OF_V + v, ALL)
-            v, v_parity = advance(v, v_parity, V_SLOTS)
+            p = _probabilities(s, shift, unit, to_right, to_left, end, i * BN, BN, MASKED)
+            dp, v, v_parity = _end_dp(dp, v_full, v, v_parity, K_SLOTS, V_SLOTS, V_PARTS)
             ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), DS_L)
         arrive_named(BUFFER_OF_Q + 1, ALL)
         if TURNS:
             sync_named(TURN + W, "256", 4)
-        dq = _add_keys(dq, ds, k_s, before, blocks > 1, PARTS)
+        dq = _add_keys(dq, ds, k_s, k, blocks > 1, PARTS)
         if TURNS:
             arrive_named(TURN + 1 - W, "256")
         if PARTS == 1:
             dq = (warpgroup_mma_wait(0, deps=(dq[0],)),)
         else:
             dq = warpgroup_mma_wait(0, deps=(dq[0], dq[1], dq[2]))
-        arrive_named(SLOT_OF_K + before, ALL)
+        arrive_named(SLOT_OF_K + k, ALL)
+        k, k_parity = advance(k, k_parity, K_SLOTS)
         if BAND:
             k, k_parity, v, v_parity = _pass_over(
-                after, k, k_parity, v, v_parity, k_full, v_full, W, K_SLOTS, V_SLOTS, TURNS
+                after, k, k_parity, v, v_parity, k_full, v_full, W, K_SLOTS, V_SLOTS,
+                V_PARTS, TURNS,
             )
         _, b, h, m, start, queries, _ = _place(item_s, tiles, places, sq, sk, PACKED)
         row = m * TILE + W * 64
@@ -369,13 +399,15 @@ def query_kernel(
     dtype: gl.constexpr = q_desc.dtype
     # A ragged descriptor's tile has two dimensions more.
     COLUMNS: gl.constexpr = q_desc.block_type.shape[-1]
+    V_COLUMNS: gl.constexpr = v_desc.block_type.shape[-1]
     PARTS: gl.constexpr = D // COLUMNS
+    V_PARTS: gl.constexpr = DV // V_COLUMNS
     tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
-    v_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DV], dtype)
+    v_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, V_COLUMNS], dtype)
     q_s = gl.allocate_shared_memory(dtype, [2 * PARTS, 64, COLUMNS], tile_l)
-    do_s = gl.allocate_shared_memory(dtype, [2, 64, DV], v_l)
+    do_s = gl.allocate_shared_memory(dtype, [2 * V_PARTS, 64, V_COLUMNS], v_l)
     k_s = gl.allocate_shared_memory(dtype, [K_SLOTS * PARTS, BN, COLUMNS], tile_l)
-    v_s = gl.allocate_shared_memory(dtype, [V_SLOTS, BN, DV], v_l)
+    v_s = gl.allocate_shared_memory(dtype, [V_SLOTS, BN, V_COLUMNS], v_l)
     item_s = gl.allocate_shared_memory(
         gl.int32, [ITEMS * ITEM, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -398,14 +430,16 @@ def query_kernel(
                 q_full, do_full, k_full, v_full,
                 sq, sk, left, right, key_blocks, stride_lb, stride_lh,
                 stride_dqb, stride_dqs, stride_dqh, unit, scale,
-                0, BN, K_SLOTS, V_SLOTS, PARTS, BAND, PACKED, MASKED, DO_IN_REGISTERS, TURNS,
+                0, BN, K_SLOTS, V_SLOTS, PARTS, V_PARTS, BAND, PACKED, MASKED, DO_IN_REGISTERS,
+                TURNS,
             )),
             (_consumer, (
                 dq_ptr, lse_ptr, delta_ptr, places, q_s, do_s, k_s, v_s, item_s,
                 q_full, do_full, k_full, v_full,
                 sq, sk, left, right, key_blocks, stride_lb, stride_lh,
                 stride_dqb, stride_dqs, stride_dqh, unit, scale,
-                1, BN, K_SLOTS, V_SLOTS, PARTS, BAND, PACKED, MASKED, DO_IN_REGISTERS, TURNS,
+                1, BN, K_SLOTS, V_SLOTS, PARTS, V_PARTS, BAND, PACKED, MASKED, DO_IN_REGISTERS,
+                TURNS,
             )),
             (_producer, (
                 q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
@@ -413,7 +447,7 @@ def query_kernel(
                 sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
                 stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh,
                 stride_vb, stride_vh,
-                GROUP, BN, K_SLOTS, V_SLOTS, PARTS, CAUSAL, BAND, PACKED,
+                GROUP, BN, K_SLOTS, V_SLOTS, PARTS, V_PARTS, CAUSAL, BAND, PACKED,
             )),
         ],
         [4, 1],
