@@ -30,7 +30,7 @@ from stable_attention.hopper.barriers import (
 )
 from stable_attention.hopper.consumer import TURN, announced, operand, scores
 from stable_attention.hopper.producer import ALL, ITEM, ITEMS, SLOT_OF_K
-from stable_attention.hopper.softmax import hidden_outside
+from stable_attention.hopper.softmax import hidden_outside, pinned
 from stable_attention.hopper.tiles import (
     TILE,
     at_edge,
@@ -46,6 +46,21 @@ from stable_attention.numerics import LOG2E
 
 
 @gluon.jit
+def _load_queries(
+    desc, m, column, start, queries, full, target, tiles, free, PARTS: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of a tile of Q or dO, once the one before is read."""
+    if tiles > 0:
+        sync_named(free, ALL, 1)
+    mbarrier.expect(full, 2 * PARTS * desc.block_type.nbytes)
+    for w in gl.static_range(2):
+        load_parts(
+            desc, m * TILE + w * 64, column, start, queries, full, target, w, PARTS, PACKED
+        )
+
+
+@gluon.jit
 def _producer(
     q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
     q_full, do_full, k_full, v_full,
@@ -53,7 +68,7 @@ def _producer(
     stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh, stride_vb, stride_vh,
     GROUP: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
     PARTS: gl.constexpr, V_PARTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr,
+    PACKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     SLOT_OF_V: gl.constexpr = SLOT_OF_K + K_SLOTS
@@ -70,8 +85,6 @@ def _producer(
     running = True
     while running:
         running = item < items
-        if tiles > 0:
-            sync_named(BUFFER_OF_Q, ALL, 1)
         t, head = item_at(item, query_tiles, head_block, CAUSAL)
         b = head // heads
         h = head % heads
@@ -87,12 +100,18 @@ def _producer(
             last, blocks = key_blocks_of(
                 m, key_blocks, queries, keys, left, right, BN, False, BAND
             )
-            mbarrier.expect(q_full, 2 * PARTS * q_desc.block_type.nbytes)
-            for w in gl.static_range(2):
-                load_parts(
-                    q_desc, m * TILE + w * 64, b * stride_qb + h * stride_qh, start_q, queries,
-                    q_full, q_s, w, PARTS, PACKED,
+            q_column = b * stride_qb + h * stride_qh
+            do_column = b * stride_gb + h * stride_gh
+            if DO_IN_REGISTERS:
+                # Its place is free for long.
+                _load_queries(
+                    do_desc, m, do_column, start_q, queries, do_full, do_s, tiles,
+                    BUFFER_OF_Q + 1, V_PARTS, PACKED,
                 )  # fmt: skip
+            _load_queries(
+                q_desc, m, q_column, start_q, queries, q_full, q_s, tiles, BUFFER_OF_Q, PARTS,
+                PACKED,
+            )  # fmt: skip
             k_column = b * stride_kb + hk * stride_kh
             v_column = b * stride_vb + hk * stride_vh
             for i in range(blocks):
@@ -104,15 +123,12 @@ def _producer(
                     k_s, k, PARTS, PACKED,
                 )  # fmt: skip
                 k = gl.where(k + 1 == K_SLOTS, 0, k + 1)
-                if i == 0:
-                    if tiles > 0:
-                        sync_named(BUFFER_OF_Q + 1, ALL, 1)
-                    mbarrier.expect(do_full, 2 * V_PARTS * do_desc.block_type.nbytes)
-                    for w in gl.static_range(2):
-                        load_parts(
-                            do_desc, m * TILE + w * 64, b * stride_gb + h * stride_gh, start_q,
-                            queries, do_full, do_s, w, V_PARTS, PACKED,
-                        )  # fmt: skip
+                copied += 1
+                if i == 0 and not DO_IN_REGISTERS:
+                    _load_queries(
+                        do_desc, m, do_column, start_q, queries, do_full, do_s, tiles,
+                        BUFFER_OF_Q + 1, V_PARTS, PACKED,
+                    )  # fmt: skip
                 for part in gl.static_range(V_PARTS):
                     if copied_v >= V_SLOTS:
                         sync_named(SLOT_OF_V + v, ALL, 1)
@@ -123,11 +139,12 @@ def _producer(
                     )  # fmt: skip
                     v = gl.where(v + 1 == V_SLOTS, 0, v + 1)
                     copied_v += 1
-                copied += 1
             tiles += 1
             # As many numbers are taken as there are items, so the counter ends as it began.
             item = gl.num_programs(0) + next_item(counter, items - 1)
         else:
+            if tiles > 0:
+                sync_named(BUFFER_OF_Q, ALL, 1)
             mbarrier.arrive(q_full, count=1)
 
 
@@ -247,13 +264,43 @@ def _probabilities(
 
 
 @gluon.jit
-def _store(place, dq, stride_s, rows_left, COLUMN: gl.constexpr):
-    """Rows of dQ [64, N], from column ``COLUMN`` on, of which so many are there."""
-    like: gl.constexpr = dq.type.layout
-    rows = gl.arange(0, 64, gl.SliceLayout(1, like))
-    columns = COLUMN + gl.arange(0, dq.shape[1], gl.SliceLayout(0, like))
-    here = gl.expand_dims(rows.to(gl.int64) * stride_s, 1) + gl.expand_dims(columns, 0)
-    gl.store(place + here, dq, mask=gl.expand_dims(rows < rows_left, 1))
+def _rounded(x, scale, DTYPE: gl.constexpr):
+    """x [64, N] scaled and rounded, two neighbours in an int32 [64, N / 2]."""
+    a, b = gl.split(gl.reshape(x * scale, [x.shape[0], x.shape[1] // 2, 2]))
+    KIND: gl.constexpr = "bf16x2" if DTYPE == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + KIND + ".f32 $0, $2, $1;",
+        "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _store(
+    dq_ptr, out, tiles, item_s, places, sq, sk, stride_b, stride_s, stride_h,
+    W: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """dQ of the item before number ``tiles``, if there is one."""
+    N: gl.constexpr = out[0].shape[1]
+    # A lane has neighbours of every fourth pair; that the others are constants of the stores.
+    like: gl.constexpr = gl.reshape(out[0], [64, N // 4, 4]).type.layout
+    _, b, h, m, start, queries, _ = _place(
+        item_s, gl.maximum(tiles - 1, 0), places, sq, sk, PACKED
+    )
+    row = m * TILE + W * 64
+    here = dq_ptr + b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h
+    here += (start + row).to(gl.int64) * stride_s
+    here = here.to(gl.pointer_type(gl.int32), bitcast=True)
+    rows = pinned(gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, like))))
+    rows = gl.expand_dims(gl.expand_dims(rows, 1), 2)
+    lanes = pinned(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, like))))
+    lanes = gl.expand_dims(gl.expand_dims(lanes, 0), 1)
+    fours = 4 * gl.arange(0, N // 4, gl.SliceLayout(0, gl.SliceLayout(2, like)))
+    fours = gl.expand_dims(gl.expand_dims(fours, 0), 2)
+    first = here + (rows.to(gl.int64) * (stride_s // 2) + lanes)
+    inside = rows < gl.where(tiles > 0, queries - row, 0)
+    for part in gl.static_range(PARTS):
+        x = gl.reshape(out[part], [64, N // 4, 4])
+        gl.store(first + (fours + part * N), x, mask=inside)
 
 
 @gluon.jit
@@ -288,6 +335,8 @@ def _consumer(
     tiles = 0
     if TURNS and W == 1:
         arrive_named(TURN, "256")
+    out = _rounded(zero_dq, 0.0, dtype)
+    out = (out,) if PARTS == 1 else (out, out, out)
     mbarrier.wait(q_full, 0)
     head, b, h, m, start, queries, keys = _place(item_s, 0, places, sq, sk, PACKED)
     while head >= 0:
@@ -317,6 +366,10 @@ def _consumer(
         shift = gl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
         mbarrier.wait(k_full.index(k), k_parity)
         s_made = scores(q_s.index(W * PARTS), q_s, W, k_s, k, zero_s, PARTS)
+        _store(
+            dq_ptr, out, tiles, item_s, places, sq, sk, stride_dqb, stride_dqs, stride_dqh,
+            W, PARTS, PACKED,
+        )  # fmt: skip
         mbarrier.wait(do_full, tiles & 1)
         do = operand(do_s, W, V_PARTS, DO_IN_REGISTERS, DO_L)
         dp_made = _start_dp(do, do_s, W, v_s, v_full, v, v_parity, zero_s, V_SLOTS, V_PARTS)
@@ -324,6 +377,8 @@ def _consumer(
         arrive_if(BUFFER_OF_Q, blocks == 1, ALL, False)
         p = _probabilities(s, shift, unit, to_right, to_left, end, 0, BN, MASKED)
         dp, v, v_parity = _end_dp(dp_made, v_full, v, v_parity, K_SLOTS, V_SLOTS, V_PARTS)
+        if DO_IN_REGISTERS:
+            arrive_named(BUFFER_OF_Q + 1, ALL)
         ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), DS_L)
         dq = (zero_dq,) if PARTS == 1 else (zero_dq, zero_dq, zero_dq)
         for i in range(1, blocks):
@@ -352,16 +407,19 @@ def _consumer(
             p = _probabilities(s, shift, unit, to_right, to_left, end, i * BN, BN, MASKED)
             dp, v, v_parity = _end_dp(dp, v_full, v, v_parity, K_SLOTS, V_SLOTS, V_PARTS)
             ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), DS_L)
-        arrive_named(BUFFER_OF_Q + 1, ALL)
+        if not DO_IN_REGISTERS:
+            arrive_named(BUFFER_OF_Q + 1, ALL)
         if TURNS:
             sync_named(TURN + W, "256", 4)
         dq = _add_keys(dq, ds, k_s, k, blocks > 1, PARTS)
         if TURNS:
             arrive_named(TURN + 1 - W, "256")
         if PARTS == 1:
-            dq = (warpgroup_mma_wait(0, deps=(dq[0],)),)
+            a = warpgroup_mma_wait(0, deps=(dq[0],))
+            out = (_rounded(a, scale, dtype),)
         else:
-            dq = warpgroup_mma_wait(0, deps=(dq[0], dq[1], dq[2]))
+            a, bb, c = warpgroup_mma_wait(0, deps=(dq[0], dq[1], dq[2]))
+            out = (_rounded(a, scale, dtype), _rounded(bb, scale, dtype), _rounded(c, scale, dtype))
         arrive_named(SLOT_OF_K + k, ALL)
         k, k_parity = advance(k, k_parity, K_SLOTS)
         if BAND:
@@ -369,15 +427,13 @@ def _consumer(
                 after, k, k_parity, v, v_parity, k_full, v_full, W, K_SLOTS, V_SLOTS,
                 V_PARTS, TURNS,
             )
-        _, b, h, m, start, queries, _ = _place(item_s, tiles, places, sq, sk, PACKED)
-        row = m * TILE + W * 64
-        out = dq_ptr + b.to(gl.int64) * stride_dqb + h.to(gl.int64) * stride_dqh
-        out += (start + row).to(gl.int64) * stride_dqs
-        for part in gl.static_range(PARTS):
-            _store(out, (dq[part] * scale).to(dtype), stride_dqs, queries - row, part * DQ)
         tiles += 1
         mbarrier.wait(q_full, tiles & 1)
         head, b, h, m, start, queries, keys = _place(item_s, tiles, places, sq, sk, PACKED)
+    _store(
+        dq_ptr, out, tiles, item_s, places, sq, sk, stride_dqb, stride_dqs, stride_dqh,
+        W, PARTS, PACKED,
+    )  # fmt: skip
 
 
 @gluon.jit(
@@ -448,6 +504,7 @@ def query_kernel(
                 stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh,
                 stride_vb, stride_vh,
                 GROUP, BN, K_SLOTS, V_SLOTS, PARTS, V_PARTS, CAUSAL, BAND, PACKED,
+                DO_IN_REGISTERS,
             )),
         ],
         [4, 1],
