@@ -61,14 +61,27 @@ def _load_queries(
 
 
 @gluon.jit
+def _prefetch(ptr, column, row, start, length, stride, WIDTH: gl.constexpr):
+    """Have a tile of 128 rows in L2, of a sequence of ``length`` tokens; one warp."""
+    rows = row + gl.arange(0, TILE, gl.BlockedLayout([TILE // 32], [32], [1], [0]))
+    here = (ptr + column).to(gl.int64) + (start + rows).to(gl.int64) * stride * 2
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.s32 p, $2, $3; @p cp.async.bulk.prefetch.L2.global [$1], "
+        + WIDTH + "; mov.u32 $0, 0; }",
+        "=r,l,r,r", [here, rows, length + 0 * rows], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _producer(
-    q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
+    q_ptr, do_ptr, stride_qs, stride_gs, q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
     q_full, do_full, k_full, v_full,
     sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
     stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh, stride_vb, stride_vh,
     GROUP: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
     PARTS: gl.constexpr, V_PARTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
+    Q_BYTES: gl.constexpr, DO_BYTES: gl.constexpr,
 ):  # fmt: skip
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     SLOT_OF_V: gl.constexpr = SLOT_OF_K + K_SLOTS
@@ -124,6 +137,20 @@ def _producer(
                 )  # fmt: skip
                 k = gl.where(k + 1 == K_SLOTS, 0, k + 1)
                 copied += 1
+                if AHEAD and i == gl.minimum(1, blocks - 1):
+                    # Tiles of Q and dO have no second place: what some program is to take next
+                    # is in L2 by then.
+                    other = item + gl.num_programs(0)
+                    if other < items:
+                        t, head = item_at(other, query_tiles, head_block, CAUSAL)
+                        b = head // heads
+                        h = head % heads
+                        tile, start, length, _, _ = place_of(places, t, sq, sk, PACKED)
+                        row = tile * TILE
+                        column = b * stride_qb + h * stride_qh
+                        _prefetch(q_ptr, column, row, start, length, stride_qs, Q_BYTES)
+                        column = b * stride_gb + h * stride_gh
+                        _prefetch(do_ptr, column, row, start, length, stride_gs, DO_BYTES)
                 if i == 0 and not DO_IN_REGISTERS:
                     _load_queries(
                         do_desc, m, do_column, start_q, queries, do_full, do_s, tiles,
@@ -275,32 +302,75 @@ def _rounded(x, scale, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def _store_part(place, out, rows_left, stride):
+    """Pairs [64, N] int32, of every four of which a lane has one, with rows ``stride`` apart.
+
+    Four lanes first transpose what they have of four times four pairs: each then has 16 bytes.
+    """
+    N: gl.constexpr = out.shape[1]
+    x = gl.permute(gl.reshape(out, [64, N // 16, 2, 2, 4]), (0, 1, 4, 2, 3))
+    even, odd = gl.split(x)
+    a, c = gl.split(even)
+    b, d = gl.split(odd)
+    # [64, N / 16, 4]: row, four fours, the lane's own four of them.
+    like: gl.constexpr = a.type.layout
+    rows = pinned(gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, like))))
+    rows = gl.expand_dims(gl.expand_dims(rows, 1), 2)
+    lanes = pinned(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, like))))
+    lanes = gl.expand_dims(gl.expand_dims(lanes, 0), 1)
+    groups = gl.arange(0, N // 16, gl.SliceLayout(0, gl.SliceLayout(2, like)))
+    groups = gl.expand_dims(gl.expand_dims(groups, 0), 2)
+    here = place.to(gl.int64) + rows.to(gl.int64) * stride + lanes * 16 + groups * 64
+    left = rows_left - rows + groups * 0 + lanes * 0
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p, q;
+        .reg .b32 t, s, u, x0, x1, y0, y1;
+        mov.u32 t, %laneid;
+        and.b32 s, t, 1;
+        setp.eq.u32 p, s, 0;
+        and.b32 s, t, 2;
+        setp.eq.u32 q, s, 0;
+        selp.b32 s, $4, $3, p;
+        selp.b32 u, $6, $5, p;
+        shfl.sync.bfly.b32 s, s, 1, 0x1f, 0xffffffff;
+        shfl.sync.bfly.b32 u, u, 1, 0x1f, 0xffffffff;
+        selp.b32 x0, $3, s, p;
+        selp.b32 x1, s, $4, p;
+        selp.b32 y0, $5, u, p;
+        selp.b32 y1, u, $6, p;
+        selp.b32 s, y0, x0, q;
+        selp.b32 u, y1, x1, q;
+        shfl.sync.bfly.b32 s, s, 2, 0x1f, 0xffffffff;
+        shfl.sync.bfly.b32 u, u, 2, 0x1f, 0xffffffff;
+        selp.b32 x0, x0, s, q;
+        selp.b32 x1, x1, u, q;
+        selp.b32 y0, s, y0, q;
+        selp.b32 y1, u, y1, q;
+        setp.gt.s32 p, $2, 0;
+        @p st.global.v4.b32 [$1], {x0, x1, y0, y1};
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r,r,r,r", [here, left, a, b, c, d], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _store(
     dq_ptr, out, tiles, item_s, places, sq, sk, stride_b, stride_s, stride_h,
     W: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """dQ of the item before number ``tiles``, if there is one."""
     N: gl.constexpr = out[0].shape[1]
-    # A lane has neighbours of every fourth pair; that the others are constants of the stores.
-    like: gl.constexpr = gl.reshape(out[0], [64, N // 4, 4]).type.layout
     _, b, h, m, start, queries, _ = _place(
         item_s, gl.maximum(tiles - 1, 0), places, sq, sk, PACKED
     )
     row = m * TILE + W * 64
     here = dq_ptr + b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h
     here += (start + row).to(gl.int64) * stride_s
-    here = here.to(gl.pointer_type(gl.int32), bitcast=True)
-    rows = pinned(gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, like))))
-    rows = gl.expand_dims(gl.expand_dims(rows, 1), 2)
-    lanes = pinned(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, like))))
-    lanes = gl.expand_dims(gl.expand_dims(lanes, 0), 1)
-    fours = 4 * gl.arange(0, N // 4, gl.SliceLayout(0, gl.SliceLayout(2, like)))
-    fours = gl.expand_dims(gl.expand_dims(fours, 0), 2)
-    first = here + (rows.to(gl.int64) * (stride_s // 2) + lanes)
-    inside = rows < gl.where(tiles > 0, queries - row, 0)
+    left = gl.where(tiles > 0, queries - row, 0)
     for part in gl.static_range(PARTS):
-        x = gl.reshape(out[part], [64, N // 4, 4])
-        gl.store(first + (fours + part * N), x, mask=inside)
+        _store_part(here + part * N * 2, out[part], left, stride_s.to(gl.int64) * 2)
 
 
 @gluon.jit
@@ -443,14 +513,14 @@ def _consumer(
     ]
 )  # fmt: skip
 def query_kernel(
-    q_desc, do_desc, k_desc, v_desc, dq_ptr, lse_ptr, delta_ptr, counter, places,
+    q_ptr, do_ptr, q_desc, do_desc, k_desc, v_desc, dq_ptr, lse_ptr, delta_ptr, counter, places,
     stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh, stride_vb, stride_vh,
-    stride_dqb, stride_dqs, stride_dqh, stride_lb, stride_lh,
+    stride_qs, stride_gs, stride_dqb, stride_dqs, stride_dqh, stride_lb, stride_lh,
     sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads, unit, scale,
     D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, BN: gl.constexpr,
     K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
     PACKED: gl.constexpr, MASKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr,
-    TURNS: gl.constexpr,
+    TURNS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     # A ragged descriptor's tile has two dimensions more.
@@ -458,6 +528,8 @@ def query_kernel(
     V_COLUMNS: gl.constexpr = v_desc.block_type.shape[-1]
     PARTS: gl.constexpr = D // COLUMNS
     V_PARTS: gl.constexpr = DV // V_COLUMNS
+    Q_BYTES: gl.constexpr = "512" if D == 256 else "384"
+    DO_BYTES: gl.constexpr = "512" if DV == 256 else "256"
     tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
     v_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, V_COLUMNS], dtype)
     q_s = gl.allocate_shared_memory(dtype, [2 * PARTS, 64, COLUMNS], tile_l)
@@ -498,13 +570,13 @@ def query_kernel(
                 TURNS,
             )),
             (_producer, (
-                q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
+                q_ptr, do_ptr, stride_qs, stride_gs, q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
                 q_full, do_full, k_full, v_full,
                 sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
                 stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh,
                 stride_vb, stride_vh,
                 GROUP, BN, K_SLOTS, V_SLOTS, PARTS, V_PARTS, CAUSAL, BAND, PACKED,
-                DO_IN_REGISTERS,
+                DO_IN_REGISTERS, AHEAD, Q_BYTES, DO_BYTES,
             )),
         ],
         [4, 1],
