@@ -249,9 +249,7 @@ def _consumer(
                         if SPARED:
                             if u + 1 < total:
                                 mbarrier.wait(a_full.index(following), following_parity)
-                                acc, made = _go_on(
-                                    adding, x, a_s, following, zero_s, read, 0, True
-                                )
+                                acc, made = _go_on(adding, x, a_s, following, zero_s, read, 0, True)
                             else:
                                 acc, made = _added(adding, made, 0)
                                 mbarrier.arrive(read, count=1)

@@ -40,10 +40,11 @@ from stable_attention.hopper.plan import (
     reach,
     units,
 )
+from stable_attention.hopper.query_gradient import query_kernel
 from stable_attention.hopper.rows import places_kernel, rows_kernel, sum_kernel
 from stable_attention.hopper.shapes import FORWARD, TILES, width
 from stable_attention.hopper.tiles import FIELDS, TILE
-from stable_attention.hopper.wide import key_arguments
+from stable_attention.hopper.wide import key_arguments, query_arguments
 from stable_attention.layouts import strides
 from stable_attention.problem import Extras, Problem
 from stable_attention.stabilizers import KNOWN
@@ -234,10 +235,14 @@ def _launch(
             functools.partial(key_arguments, plan),
             own=4,
         )
-        portable_backward.launch_dq(
-            problem, (q, k, v, dout, lse, delta), dq, extras=extras,
-            tile=configs.lookup("dq", problem, q.device), add=False,
-        )  # fmt: skip
+        counter, places = _places(plan, extras, q.device, backward=False)
+        launch(
+            query_kernel,
+            (plan,),
+            (q, k, v, dout, dq, lse, delta, counter, places),
+            functools.partial(query_arguments, plan),
+            own=2,
+        )
         return
     sums = new((tiles * bm, problem.d), dtype=torch.float32)
     partial = None

@@ -43,9 +43,7 @@ def random_tensors(
     b: int, h: int, hk: int, s: int, d: int, dv: int | None = None
 ) -> list[torch.Tensor]:
     sizes = ((h, d), (hk, d), (hk, dv or d), (h, dv or d))
-    return [
-        torch.randn(b, heads, s, n, device=DEVICE, dtype=torch.bfloat16) for heads, n in sizes
-    ]
+    return [torch.randn(b, heads, s, n, device=DEVICE, dtype=torch.bfloat16) for heads, n in sizes]
 
 
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
