@@ -374,7 +374,7 @@ def _writer(
 
 
 @gluon.jit
-def _new_barriers(COUNT: gl.constexpr, SLOTS: gl.constexpr):
+def new_barriers(COUNT: gl.constexpr, SLOTS: gl.constexpr):
     """A barrier for each slot, which COUNT arrivals complete."""
     barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -415,20 +415,20 @@ def backward_kernel(
     out_s = gl.allocate_shared_memory(dtype, [2, 64, D], tile_l)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, DQ], sum_desc.layout)
     item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    item_full = _new_barriers(1, PAIR)
-    item_empty = _new_barriers(4, PAIR)
-    k_fulls = _new_barriers(1, 1)
-    k_empties = _new_barriers(2, 1)
-    v_fulls = _new_barriers(1, 1)
-    v_empties = _new_barriers(2, 1)
-    q_full = _new_barriers(1, PAIR)
-    q_empty = _new_barriers(2, PAIR)
-    do_full = _new_barriers(1, PAIR)
-    do_empty = _new_barriers(2, PAIR)
-    ds_full = _new_barriers(2, PAIR)
-    ds_empty = _new_barriers(2, PAIR)
-    dq_full = _new_barriers(2, PAIR)
-    dq_empties = _new_barriers(1, 1)
+    item_full = new_barriers(1, PAIR)
+    item_empty = new_barriers(4, PAIR)
+    k_fulls = new_barriers(1, 1)
+    k_empties = new_barriers(2, 1)
+    v_fulls = new_barriers(1, 1)
+    v_empties = new_barriers(2, 1)
+    q_full = new_barriers(1, PAIR)
+    q_empty = new_barriers(2, PAIR)
+    do_full = new_barriers(1, PAIR)
+    do_empty = new_barriers(2, PAIR)
+    ds_full = new_barriers(2, PAIR)
+    ds_empty = new_barriers(2, PAIR)
+    dq_full = new_barriers(2, PAIR)
+    dq_empties = new_barriers(1, 1)
     k_full = k_fulls.index(0)
     k_empty = k_empties.index(0)
     v_full = v_fulls.index(0)
@@ -481,4 +481,4 @@ def backward_kernel(
     )  # fmt: skip
 
 
-__all__ = ["backward_kernel"]
+__all__ = ["backward_kernel", "new_barriers"]

@@ -62,7 +62,7 @@ TURN = gl.constexpr(5)
 
 
 @gluon.jit
-def _announced(item_s, tile, Q_SLOTS: gl.constexpr, one: gl.constexpr):
+def announced(item_s, tile, Q_SLOTS: gl.constexpr, one: gl.constexpr):
     """(head counted over the batch or -1, tile, batch entry, head within it) of an item, of which
     this program has had ``tile`` before."""
     first = (tile & (ITEMS // Q_SLOTS - 1)) * ITEM
@@ -75,7 +75,7 @@ def _announced(item_s, tile, Q_SLOTS: gl.constexpr, one: gl.constexpr):
 
 
 @gluon.jit
-def _operand(q_s, place, PARTS: gl.constexpr, IN_REGISTERS: gl.constexpr, LAYOUT: gl.constexpr):
+def operand(q_s, place, PARTS: gl.constexpr, IN_REGISTERS: gl.constexpr, LAYOUT: gl.constexpr):
     """A consumer's queries, or their first columns, as the left side of a product."""
     if IN_REGISTERS:
         return q_s.index(place * PARTS).load(LAYOUT)
@@ -84,7 +84,7 @@ def _operand(q_s, place, PARTS: gl.constexpr, IN_REGISTERS: gl.constexpr, LAYOUT
 
 
 @gluon.jit
-def _scores(q, q_s, place, k_s, k, zero, PARTS: gl.constexpr):
+def scores(q, q_s, place, k_s, k, zero, PARTS: gl.constexpr):
     """Start a block's scores [64, N], of its first N keys; head dims in PARTS of their columns."""
     N: gl.constexpr = zero.shape[1]
     keys = k_s.index(k * PARTS).slice(0, N)
@@ -104,7 +104,7 @@ def _first_scores(q, q_s, place, k_s, k, BN: gl.constexpr, PARTS: gl.constexpr, 
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
     )
     zero = gl.zeros([64, N], gl.float32, layout)
-    return _scores(q, q_s, place, k_s, k, zero, PARTS)
+    return scores(q, q_s, place, k_s, k, zero, PARTS)
 
 
 @gluon.jit
@@ -189,13 +189,13 @@ def forward_consumer(
     if W == 1:
         arrive_named(TURN, "256")
     mbarrier.wait(q_full.index(0), 0)
-    head, t, _, _ = _announced(item_s, 0, Q_SLOTS, one)
+    head, t, _, _ = announced(item_s, 0, Q_SLOTS, one)
     if PACKED:
         t = gl.where(head >= 0, t, 0)
     m, _, queries, _, keys = place_of(places, t, sq, sk, PACKED)
     last, blocks = key_blocks_of(m, key_blocks, queries, keys, left, right, BN, CAUSAL, BAND)
     to_right, to_left, end = limits_of(m, last, queries, keys, left, right, W, BN)
-    q = _operand(q_s, W, PARTS, Q_IN_REGISTERS, Q_L)
+    q = operand(q_s, W, PARTS, Q_IN_REGISTERS, Q_L)
     # Of packed sequences there may be fewer tiles than programs.
     mbarrier.wait(k_full.index(k), k_parity, pred=head >= 0)
     sync_named(TURN + W, "256", 4)
@@ -234,8 +234,8 @@ def forward_consumer(
                     mbarrier.wait(k_full.index(k), k_parity)
                 sync_named(TURN + W, "256", 4)
                 if not Q_IN_REGISTERS:
-                    q = _operand(q_s, (tiles & (Q_SLOTS - 1)) * 2 + W, PARTS, Q_IN_REGISTERS, Q_L)
-                s_made = _scores(q, q_s, (tiles & (Q_SLOTS - 1)) * 2 + W, k_s, k, zero_s, PARTS)
+                    q = operand(q_s, (tiles & (Q_SLOTS - 1)) * 2 + W, PARTS, Q_IN_REGISTERS, Q_L)
+                s_made = scores(q, q_s, (tiles & (Q_SLOTS - 1)) * 2 + W, k_s, k, zero_s, PARTS)
                 mbarrier.wait(v_full.index(v), v_parity)
                 if ROUNDED:
                     l_made = add_rounded_sum(p_rounded, ones_s, l_rounded, i > 0, PE_L)
@@ -301,7 +301,7 @@ def forward_consumer(
         tiles += 1
         of_q = tiles & (Q_SLOTS - 1)
         mbarrier.wait(q_full.index(of_q), (tiles >> (Q_SLOTS - 1)) & 1)
-        next_head, next_t, _, _ = _announced(item_s, tiles, Q_SLOTS, one)
+        next_head, next_t, _, _ = announced(item_s, tiles, Q_SLOTS, one)
         more = next_head >= 0
         if PACKED:
             next_t = gl.where(more, next_t, 0)
@@ -310,7 +310,7 @@ def forward_consumer(
             next_m, key_blocks, next_queries, keys, left, right, BN, CAUSAL, BAND
         )
         to_right, to_left, end = limits_of(next_m, last, next_queries, keys, left, right, W, BN)
-        q = _operand(q_s, of_q * 2 + W, PARTS, Q_IN_REGISTERS, Q_L)
+        q = operand(q_s, of_q * 2 + W, PARTS, Q_IN_REGISTERS, Q_L)
         mbarrier.wait(k_full.index(k), k_parity, pred=more)
         sync_named(TURN + W, "256", 4)
         first_made = _first_scores(q, q_s, of_q * 2 + W, k_s, k, BN, PARTS, HALF)
@@ -352,7 +352,7 @@ def forward_consumer(
             l = gl.convert_layout(part, RO)
         row = m * TILE + W * 64
         rows = row + gl.arange(0, 64, RO)
-        _, t, b, h = _announced(item_s, tiles - 1, Q_SLOTS, one)
+        _, t, b, h = announced(item_s, tiles - 1, Q_SLOTS, one)
         start = 0
         length = sq
         if PACKED:
@@ -398,4 +398,4 @@ def forward_consumer(
     tma.store_wait(0)
 
 
-__all__ = ["forward_consumer"]
+__all__ = ["TURN", "announced", "forward_consumer", "operand", "scores"]

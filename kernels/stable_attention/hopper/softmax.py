@@ -53,7 +53,7 @@ def by_lane(p):
 
 
 @gluon.jit
-def _pinned(x):
+def pinned(x):
     """32-bit x, computed where this stands: LLVM does not move an assembler statement."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
@@ -77,7 +77,7 @@ def _lane_limits(last, PER_ROW: gl.constexpr, LAYOUT: gl.constexpr):
     rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LANES)), 1)
     limit = limit + (rows if PER_ROW else rows * 0)
     limit = gl.convert_layout(
-        _pinned(limit), gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)), assert_trivial=True
+        pinned(limit), gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)), assert_trivial=True
     )
     return gl.expand_dims(gl.expand_dims(limit, 1), 3)
 
@@ -142,25 +142,27 @@ def opaque_zeros(like):
 
 @gluon.jit
 def _by_thread(x):
-    """[64, 64] of a product as [32, 128]: register by thread."""
+    """[64, N] of a product as [N / 2, 128]: register by thread."""
     # Row: warp, half of the lane's two rows, lane // 4. Column: eighth, lane % 4, neighbour.
-    y = gl.permute(gl.reshape(x, [4, 2, 8, 8, 4, 2]), (3, 1, 5, 0, 2, 4))
-    return gl.reshape(y, [32, 128])
+    N: gl.constexpr = x.shape[1]
+    y = gl.permute(gl.reshape(x, [4, 2, 8, N // 8, 4, 2]), (3, 1, 5, 0, 2, 4))
+    return gl.reshape(y, [N // 2, 128])
 
 
 @gluon.jit
 def put_away(place, x):
-    """Leave [64, 64] of a product where each thread finds its own again, in 16 KiB of shared
+    """Leave [64, N] of a product where each thread finds its own again, in 256 N bytes of shared
     memory; nobody waits for anybody."""
     place.store(_by_thread(x))
 
 
 @gluon.jit
 def fetched(place, LIKE: gl.constexpr):
-    """What `put_away` left, in the layout LIKE of a [64, 64]."""
-    spread: gl.constexpr = _by_thread(gl.zeros([64, 64], gl.float32, LIKE)).type.layout
-    y = gl.permute(gl.reshape(place.load(spread), [8, 2, 2, 4, 8, 4]), (3, 1, 4, 0, 5, 2))
-    return gl.convert_layout(gl.reshape(y, [64, 64]), LIKE, assert_trivial=True)
+    """What `put_away` left, in the layout LIKE of a [64, N]."""
+    N: gl.constexpr = place.shape[0] * 2
+    spread: gl.constexpr = _by_thread(gl.zeros([64, N], gl.float32, LIKE)).type.layout
+    y = gl.permute(gl.reshape(place.load(spread), [N // 8, 2, 2, 4, 8, 4]), (3, 1, 4, 0, 5, 2))
+    return gl.convert_layout(gl.reshape(y, [64, N]), LIKE, assert_trivial=True)
 
 
 @gluon.jit
@@ -305,6 +307,7 @@ __all__ = [
     "join_total",
     "low_part",
     "opaque_zeros",
+    "pinned",
     "put_away",
     "softened",
     "split",
