@@ -1,6 +1,7 @@
 """dQ alone on sm_90, for head dims whose backward pass `backward` has no room for.
 
-Shape legend: as in `forward`; dO is [queries, DV] as O is. shift and delta are of rows of S, float32.
+Shape legend: as in `forward`; dO is [queries, DV] as O is. shift and delta are float32, of
+rows of S.
 
 The roles of `forward`: a producer, and two consumers with 64 queries of a tile each. Q and dO of a
 tile stay in shared memory while blocks of K and V pass, the last block first. dQ of a block is
@@ -8,7 +9,7 @@ issued together with S and dP of the next one, so P is made while products run. 
 S, dP and the rounded dS, which is a left side.
 
 Blocks that a consumer's queries do not see, at the diagonal and at the edges of windows, it passes
-over. dQ is owned by one consumer and added up in the order of the blocks: repeats are bitwise equal.
+over. dQ is owned by one consumer and added up in the order of the blocks.
 """
 
 from triton.experimental import gluon
@@ -30,7 +31,7 @@ from stable_attention.hopper.barriers import (
 )
 from stable_attention.hopper.consumer import TURN, announced, operand, scores
 from stable_attention.hopper.producer import ALL, ITEM, ITEMS, SLOT_OF_K
-from stable_attention.hopper.softmax import hidden_outside, pinned
+from stable_attention.hopper.softmax import hidden_outside
 from stable_attention.hopper.tiles import (
     TILE,
     at_edge,
@@ -46,42 +47,14 @@ from stable_attention.numerics import LOG2E
 
 
 @gluon.jit
-def _load_queries(
-    desc, m, column, start, queries, full, target, tiles, free, PARTS: gl.constexpr,
-    PACKED: gl.constexpr,
-):  # fmt: skip
-    """Start the copy of a tile of Q or dO, once the one before is read."""
-    if tiles > 0:
-        sync_named(free, ALL, 1)
-    mbarrier.expect(full, 2 * PARTS * desc.block_type.nbytes)
-    for w in gl.static_range(2):
-        load_parts(
-            desc, m * TILE + w * 64, column, start, queries, full, target, w, PARTS, PACKED
-        )
-
-
-@gluon.jit
-def _prefetch(ptr, column, row, start, length, stride, WIDTH: gl.constexpr):
-    """Have a tile of 128 rows in L2, of a sequence of ``length`` tokens; one warp."""
-    rows = row + gl.arange(0, TILE, gl.BlockedLayout([TILE // 32], [32], [1], [0]))
-    here = (ptr + column).to(gl.int64) + (start + rows).to(gl.int64) * stride * 2
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.s32 p, $2, $3; @p cp.async.bulk.prefetch.L2.global [$1], "
-        + WIDTH + "; mov.u32 $0, 0; }",
-        "=r,l,r,r", [here, rows, length + 0 * rows], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _producer(
-    q_ptr, do_ptr, stride_qs, stride_gs, q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
+    q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
     q_full, do_full, k_full, v_full,
     sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
     stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh, stride_vb, stride_vh,
     GROUP: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
     PARTS: gl.constexpr, V_PARTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
-    Q_BYTES: gl.constexpr, DO_BYTES: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     SLOT_OF_V: gl.constexpr = SLOT_OF_K + K_SLOTS
@@ -98,6 +71,8 @@ def _producer(
     running = True
     while running:
         running = item < items
+        if tiles > 0:
+            sync_named(BUFFER_OF_Q, ALL, 1)
         t, head = item_at(item, query_tiles, head_block, CAUSAL)
         b = head // heads
         h = head % heads
@@ -110,21 +85,13 @@ def _producer(
         if running:
             m, start_q, queries, start_k, keys = place_of(places, t, sq, sk, PACKED)
             hk = h // GROUP
-            last, blocks = key_blocks_of(
-                m, key_blocks, queries, keys, left, right, BN, False, BAND
-            )
-            q_column = b * stride_qb + h * stride_qh
-            do_column = b * stride_gb + h * stride_gh
-            if DO_IN_REGISTERS:
-                # Its place is free for long.
-                _load_queries(
-                    do_desc, m, do_column, start_q, queries, do_full, do_s, tiles,
-                    BUFFER_OF_Q + 1, V_PARTS, PACKED,
+            last, blocks = key_blocks_of(m, key_blocks, queries, keys, left, right, BN, False, BAND)
+            mbarrier.expect(q_full, 2 * PARTS * q_desc.block_type.nbytes)
+            for w in gl.static_range(2):
+                load_parts(
+                    q_desc, m * TILE + w * 64, b * stride_qb + h * stride_qh, start_q, queries,
+                    q_full, q_s, w, PARTS, PACKED,
                 )  # fmt: skip
-            _load_queries(
-                q_desc, m, q_column, start_q, queries, q_full, q_s, tiles, BUFFER_OF_Q, PARTS,
-                PACKED,
-            )  # fmt: skip
             k_column = b * stride_kb + hk * stride_kh
             v_column = b * stride_vb + hk * stride_vh
             for i in range(blocks):
@@ -136,26 +103,15 @@ def _producer(
                     k_s, k, PARTS, PACKED,
                 )  # fmt: skip
                 k = gl.where(k + 1 == K_SLOTS, 0, k + 1)
-                copied += 1
-                if AHEAD and i == gl.minimum(1, blocks - 1):
-                    # Tiles of Q and dO have no second place: what some program is to take next
-                    # is in L2 by then.
-                    other = item + gl.num_programs(0)
-                    if other < items:
-                        t, head = item_at(other, query_tiles, head_block, CAUSAL)
-                        b = head // heads
-                        h = head % heads
-                        tile, start, length, _, _ = place_of(places, t, sq, sk, PACKED)
-                        row = tile * TILE
-                        column = b * stride_qb + h * stride_qh
-                        _prefetch(q_ptr, column, row, start, length, stride_qs, Q_BYTES)
-                        column = b * stride_gb + h * stride_gh
-                        _prefetch(do_ptr, column, row, start, length, stride_gs, DO_BYTES)
-                if i == 0 and not DO_IN_REGISTERS:
-                    _load_queries(
-                        do_desc, m, do_column, start_q, queries, do_full, do_s, tiles,
-                        BUFFER_OF_Q + 1, V_PARTS, PACKED,
-                    )  # fmt: skip
+                if i == 0:
+                    if tiles > 0:
+                        sync_named(BUFFER_OF_Q + 1, ALL, 1)
+                    mbarrier.expect(do_full, 2 * V_PARTS * do_desc.block_type.nbytes)
+                    for w in gl.static_range(2):
+                        load_parts(
+                            do_desc, m * TILE + w * 64, b * stride_gb + h * stride_gh, start_q,
+                            queries, do_full, do_s, w, V_PARTS, PACKED,
+                        )  # fmt: skip
                 for part in gl.static_range(V_PARTS):
                     if copied_v >= V_SLOTS:
                         sync_named(SLOT_OF_V + v, ALL, 1)
@@ -166,12 +122,11 @@ def _producer(
                     )  # fmt: skip
                     v = gl.where(v + 1 == V_SLOTS, 0, v + 1)
                     copied_v += 1
+                copied += 1
             tiles += 1
             # As many numbers are taken as there are items, so the counter ends as it began.
             item = gl.num_programs(0) + next_item(counter, items - 1)
         else:
-            if tiles > 0:
-                sync_named(BUFFER_OF_Q, ALL, 1)
             mbarrier.arrive(q_full, count=1)
 
 
@@ -280,97 +235,22 @@ def _end_dp(
 
 
 @gluon.jit
-def _probabilities(
-    s, shift, unit, right, left, end, past, BN: gl.constexpr, MASKED: gl.constexpr
-):
+def _probabilities(s, shift, unit, right, left, end, past, BN: gl.constexpr, MASKED: gl.constexpr):
     """P [64, BN] float32 of the block that is ``past`` keys before the one of `limits_of`."""
-    if MASKED:
+    if MASKED:  # noqa: SIM102 (known when compiled, and not)
         if at_edge(right + past, left + past, end + past, BN):
             s = hidden_outside(s, right + past, left + past, end + past)
     return gl.exp2(s * unit - gl.expand_dims(shift, 1))
 
 
 @gluon.jit
-def _rounded(x, scale, DTYPE: gl.constexpr):
-    """x [64, N] scaled and rounded, two neighbours in an int32 [64, N / 2]."""
-    a, b = gl.split(gl.reshape(x * scale, [x.shape[0], x.shape[1] // 2, 2]))
-    KIND: gl.constexpr = "bf16x2" if DTYPE == gl.bfloat16 else "f16x2"
-    return gl.inline_asm_elementwise(
-        "cvt.rn." + KIND + ".f32 $0, $2, $1;",
-        "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _store_part(place, out, rows_left, stride):
-    """Pairs [64, N] int32, of every four of which a lane has one, with rows ``stride`` apart.
-
-    Four lanes first transpose what they have of four times four pairs: each then has 16 bytes.
-    """
-    N: gl.constexpr = out.shape[1]
-    x = gl.permute(gl.reshape(out, [64, N // 16, 2, 2, 4]), (0, 1, 4, 2, 3))
-    even, odd = gl.split(x)
-    a, c = gl.split(even)
-    b, d = gl.split(odd)
-    # [64, N / 16, 4]: row, four fours, the lane's own four of them.
-    like: gl.constexpr = a.type.layout
-    rows = pinned(gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, like))))
-    rows = gl.expand_dims(gl.expand_dims(rows, 1), 2)
-    lanes = pinned(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, like))))
-    lanes = gl.expand_dims(gl.expand_dims(lanes, 0), 1)
-    groups = gl.arange(0, N // 16, gl.SliceLayout(0, gl.SliceLayout(2, like)))
-    groups = gl.expand_dims(gl.expand_dims(groups, 0), 2)
-    here = place.to(gl.int64) + rows.to(gl.int64) * stride + lanes * 16 + groups * 64
-    left = rows_left - rows + groups * 0 + lanes * 0
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred p, q;
-        .reg .b32 t, s, u, x0, x1, y0, y1;
-        mov.u32 t, %laneid;
-        and.b32 s, t, 1;
-        setp.eq.u32 p, s, 0;
-        and.b32 s, t, 2;
-        setp.eq.u32 q, s, 0;
-        selp.b32 s, $4, $3, p;
-        selp.b32 u, $6, $5, p;
-        shfl.sync.bfly.b32 s, s, 1, 0x1f, 0xffffffff;
-        shfl.sync.bfly.b32 u, u, 1, 0x1f, 0xffffffff;
-        selp.b32 x0, $3, s, p;
-        selp.b32 x1, s, $4, p;
-        selp.b32 y0, $5, u, p;
-        selp.b32 y1, u, $6, p;
-        selp.b32 s, y0, x0, q;
-        selp.b32 u, y1, x1, q;
-        shfl.sync.bfly.b32 s, s, 2, 0x1f, 0xffffffff;
-        shfl.sync.bfly.b32 u, u, 2, 0x1f, 0xffffffff;
-        selp.b32 x0, x0, s, q;
-        selp.b32 x1, x1, u, q;
-        selp.b32 y0, s, y0, q;
-        selp.b32 y1, u, y1, q;
-        setp.gt.s32 p, $2, 0;
-        @p st.global.v4.b32 [$1], {x0, x1, y0, y1};
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r,r,r,r,r", [here, left, a, b, c, d], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _store(
-    dq_ptr, out, tiles, item_s, places, sq, sk, stride_b, stride_s, stride_h,
-    W: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    """dQ of the item before number ``tiles``, if there is one."""
-    N: gl.constexpr = out[0].shape[1]
-    _, b, h, m, start, queries, _ = _place(
-        item_s, gl.maximum(tiles - 1, 0), places, sq, sk, PACKED
-    )
-    row = m * TILE + W * 64
-    here = dq_ptr + b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h
-    here += (start + row).to(gl.int64) * stride_s
-    left = gl.where(tiles > 0, queries - row, 0)
-    for part in gl.static_range(PARTS):
-        _store_part(here + part * N * 2, out[part], left, stride_s.to(gl.int64) * 2)
+def _store(place, dq, stride_s, rows_left, COLUMN: gl.constexpr):
+    """Rows of dQ [64, N], from column ``COLUMN`` on, of which so many are there."""
+    like: gl.constexpr = dq.type.layout
+    rows = gl.arange(0, 64, gl.SliceLayout(1, like))
+    columns = COLUMN + gl.arange(0, dq.shape[1], gl.SliceLayout(0, like))
+    here = gl.expand_dims(rows.to(gl.int64) * stride_s, 1) + gl.expand_dims(columns, 0)
+    gl.store(place + here, dq, mask=gl.expand_dims(rows < rows_left, 1))
 
 
 @gluon.jit
@@ -405,8 +285,6 @@ def _consumer(
     tiles = 0
     if TURNS and W == 1:
         arrive_named(TURN, "256")
-    out = _rounded(zero_dq, 0.0, dtype)
-    out = (out,) if PARTS == 1 else (out, out, out)
     mbarrier.wait(q_full, 0)
     head, b, h, m, start, queries, keys = _place(item_s, 0, places, sq, sk, PACKED)
     while head >= 0:
@@ -424,8 +302,18 @@ def _consumer(
             after = own_first - first
             blocks = own - own_first + 1
             k, k_parity, v, v_parity = _pass_over(
-                last - own, k, k_parity, v, v_parity, k_full, v_full, W, K_SLOTS, V_SLOTS,
-                V_PARTS, TURNS,
+                last - own,
+                k,
+                k_parity,
+                v,
+                v_parity,
+                k_full,
+                v_full,
+                W,
+                K_SLOTS,
+                V_SLOTS,
+                V_PARTS,
+                TURNS,
             )
         to_right, to_left, end = limits_of(m, own, queries, keys, left, right, W, BN)
         rows = m * TILE + W * 64 + gl.arange(0, 64, RS)
@@ -436,10 +324,6 @@ def _consumer(
         shift = gl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
         mbarrier.wait(k_full.index(k), k_parity)
         s_made = scores(q_s.index(W * PARTS), q_s, W, k_s, k, zero_s, PARTS)
-        _store(
-            dq_ptr, out, tiles, item_s, places, sq, sk, stride_dqb, stride_dqs, stride_dqh,
-            W, PARTS, PACKED,
-        )  # fmt: skip
         mbarrier.wait(do_full, tiles & 1)
         do = operand(do_s, W, V_PARTS, DO_IN_REGISTERS, DO_L)
         dp_made = _start_dp(do, do_s, W, v_s, v_full, v, v_parity, zero_s, V_SLOTS, V_PARTS)
@@ -447,8 +331,6 @@ def _consumer(
         arrive_if(BUFFER_OF_Q, blocks == 1, ALL, False)
         p = _probabilities(s, shift, unit, to_right, to_left, end, 0, BN, MASKED)
         dp, v, v_parity = _end_dp(dp_made, v_full, v, v_parity, K_SLOTS, V_SLOTS, V_PARTS)
-        if DO_IN_REGISTERS:
-            arrive_named(BUFFER_OF_Q + 1, ALL)
         ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), DS_L)
         dq = (zero_dq,) if PARTS == 1 else (zero_dq, zero_dq, zero_dq)
         for i in range(1, blocks):
@@ -477,33 +359,42 @@ def _consumer(
             p = _probabilities(s, shift, unit, to_right, to_left, end, i * BN, BN, MASKED)
             dp, v, v_parity = _end_dp(dp, v_full, v, v_parity, K_SLOTS, V_SLOTS, V_PARTS)
             ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), DS_L)
-        if not DO_IN_REGISTERS:
-            arrive_named(BUFFER_OF_Q + 1, ALL)
+        arrive_named(BUFFER_OF_Q + 1, ALL)
         if TURNS:
             sync_named(TURN + W, "256", 4)
         dq = _add_keys(dq, ds, k_s, k, blocks > 1, PARTS)
         if TURNS:
             arrive_named(TURN + 1 - W, "256")
         if PARTS == 1:
-            a = warpgroup_mma_wait(0, deps=(dq[0],))
-            out = (_rounded(a, scale, dtype),)
+            dq = (warpgroup_mma_wait(0, deps=(dq[0],)),)
         else:
-            a, bb, c = warpgroup_mma_wait(0, deps=(dq[0], dq[1], dq[2]))
-            out = (_rounded(a, scale, dtype), _rounded(bb, scale, dtype), _rounded(c, scale, dtype))
+            dq = warpgroup_mma_wait(0, deps=(dq[0], dq[1], dq[2]))
         arrive_named(SLOT_OF_K + k, ALL)
         k, k_parity = advance(k, k_parity, K_SLOTS)
         if BAND:
             k, k_parity, v, v_parity = _pass_over(
-                after, k, k_parity, v, v_parity, k_full, v_full, W, K_SLOTS, V_SLOTS,
-                V_PARTS, TURNS,
+                after,
+                k,
+                k_parity,
+                v,
+                v_parity,
+                k_full,
+                v_full,
+                W,
+                K_SLOTS,
+                V_SLOTS,
+                V_PARTS,
+                TURNS,
             )
+        _, b, h, m, start, queries, _ = _place(item_s, tiles, places, sq, sk, PACKED)
+        row = m * TILE + W * 64
+        out = dq_ptr + b.to(gl.int64) * stride_dqb + h.to(gl.int64) * stride_dqh
+        out += (start + row).to(gl.int64) * stride_dqs
+        for part in gl.static_range(PARTS):
+            _store(out, (dq[part] * scale).to(dtype), stride_dqs, queries - row, part * DQ)
         tiles += 1
         mbarrier.wait(q_full, tiles & 1)
         head, b, h, m, start, queries, keys = _place(item_s, tiles, places, sq, sk, PACKED)
-    _store(
-        dq_ptr, out, tiles, item_s, places, sq, sk, stride_dqb, stride_dqs, stride_dqh,
-        W, PARTS, PACKED,
-    )  # fmt: skip
 
 
 @gluon.jit(
@@ -513,14 +404,14 @@ def _consumer(
     ]
 )  # fmt: skip
 def query_kernel(
-    q_ptr, do_ptr, q_desc, do_desc, k_desc, v_desc, dq_ptr, lse_ptr, delta_ptr, counter, places,
+    q_desc, do_desc, k_desc, v_desc, dq_ptr, lse_ptr, delta_ptr, counter, places,
     stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh, stride_vb, stride_vh,
-    stride_qs, stride_gs, stride_dqb, stride_dqs, stride_dqh, stride_lb, stride_lh,
+    stride_dqb, stride_dqs, stride_dqh, stride_lb, stride_lh,
     sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads, unit, scale,
     D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, BN: gl.constexpr,
     K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
     PACKED: gl.constexpr, MASKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr,
-    TURNS: gl.constexpr, AHEAD: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     # A ragged descriptor's tile has two dimensions more.
@@ -528,8 +419,6 @@ def query_kernel(
     V_COLUMNS: gl.constexpr = v_desc.block_type.shape[-1]
     PARTS: gl.constexpr = D // COLUMNS
     V_PARTS: gl.constexpr = DV // V_COLUMNS
-    Q_BYTES: gl.constexpr = "512" if D == 256 else "384"
-    DO_BYTES: gl.constexpr = "512" if DV == 256 else "256"
     tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
     v_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, V_COLUMNS], dtype)
     q_s = gl.allocate_shared_memory(dtype, [2 * PARTS, 64, COLUMNS], tile_l)
@@ -570,13 +459,12 @@ def query_kernel(
                 TURNS,
             )),
             (_producer, (
-                q_ptr, do_ptr, stride_qs, stride_gs, q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
+                q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
                 q_full, do_full, k_full, v_full,
                 sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
                 stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh,
                 stride_vb, stride_vh,
                 GROUP, BN, K_SLOTS, V_SLOTS, PARTS, V_PARTS, CAUSAL, BAND, PACKED,
-                DO_IN_REGISTERS, AHEAD, Q_BYTES, DO_BYTES,
             )),
         ],
         [4, 1],

@@ -53,7 +53,7 @@ def by_lane(p):
 
 
 @gluon.jit
-def pinned(x):
+def _pinned(x):
     """32-bit x, computed where this stands: LLVM does not move an assembler statement."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
@@ -77,7 +77,7 @@ def _lane_limits(last, PER_ROW: gl.constexpr, LAYOUT: gl.constexpr):
     rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LANES)), 1)
     limit = limit + (rows if PER_ROW else rows * 0)
     limit = gl.convert_layout(
-        pinned(limit), gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)), assert_trivial=True
+        _pinned(limit), gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)), assert_trivial=True
     )
     return gl.expand_dims(gl.expand_dims(limit, 1), 3)
 
@@ -307,7 +307,6 @@ __all__ = [
     "join_total",
     "low_part",
     "opaque_zeros",
-    "pinned",
     "put_away",
     "softened",
     "split",

@@ -45,12 +45,11 @@ class QueryTile(NamedTuple):
     v_columns: int = 128
     do_in_registers: bool = False
     turns: int = 0
-    ahead: bool = True
 
 
 QUERY_TILES = {
-    (192, 128): QueryTile(64, 3, 3, do_in_registers=True, turns=1),
-    (256, 256): QueryTile(256, 2, 1, 256),
+    (192, 128): QueryTile(64, 3, 3, do_in_registers=True, turns=2),
+    (256, 256): QueryTile(256, 2, 1, v_columns=256),
 }
 """(head dim of q and k, of v) -> tile."""
 BLOCK = 64
@@ -115,11 +114,10 @@ def query_arguments(
     limited = reach(problem)[1] != FAR
     heads = plan.entries * problem.heads
     positional = (
-        q, dout, tiled(q, layout, 64, tile.columns), tiled(dout, layout, 64, tile.v_columns),
+        tiled(q, layout, 64, tile.columns), tiled(dout, layout, 64, tile.v_columns),
         tiled(k, layout, BLOCK, tile.columns), tiled(v, layout, BLOCK, tile.v_columns),
         dq, lse, delta, counter, places,
-        *(s for x in (q, dout, k, v) for s in steps(x, layout)),
-        strides(q, layout)[1], strides(dout, layout)[1], *strides(dq, layout),
+        *(s for x in (q, dout, k, v) for s in steps(x, layout)), *strides(dq, layout),
         *((0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))),
         problem.sq, problem.sk, *bounds, query_tiles, triton.cdiv(problem.sk, BLOCK),
         divisor(heads, L2_BYTES[limited] // max(1, 2 * (d + dv) * problem.sk)), heads,
@@ -132,7 +130,6 @@ def query_arguments(
         "CAUSAL": limited, "BAND": masked["BAND"], "PACKED": masked["PACKED"],
         "MASKED": masked["BAND"] or problem.sk % BLOCK != 0,
         "DO_IN_REGISTERS": tile.do_in_registers, "TURNS": tile.turns,
-        "AHEAD": tile.ahead,
         # A consumer gets 240 of them: what the kernel starts with leaves these to it.
         "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
