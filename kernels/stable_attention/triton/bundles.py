@@ -10,7 +10,7 @@ Shape legend: as in `forward`. What a call has no use for is None.
 from collections import namedtuple
 
 Head = namedtuple("Head", "b h start rows")
-"""One head of a sequence: its batch entry and number, first token and length (`geometry.locate`)."""
+"""A head of a sequence: its batch entry and number, first token and length (`geometry.locate`)."""
 
 Tiles = namedtuple("Tiles", "sources offsets stride")
 """Tiles of a head along its tokens, in parts (`parts.load_parts`); stride: from token to token."""
@@ -25,11 +25,13 @@ length: keys or queries of the sequence, those that the program loops over
 Softmax = namedtuple("Softmax", "unit capped_scale beta eps", defaults=(None, None))
 """P = exp2(soften(s, capped_scale) * unit - shift); beta, eps: of `numerics.softmax_step`."""
 
-Dropout = namedtuple("Dropout", "seed batch head q_pos k_pos threshold keep_scale")
-"""`philox.keep_mask`: batch entry, head and first positions of the sequence as it counts them."""
+Dropout = namedtuple(
+    "Dropout", "seed batch batch_offset head head_offset q_pos k_pos threshold keep_scale"
+)
+"""`philox.keep_mask`, which counts batch entries, heads and positions from some offset on."""
 
-Rows = namedtuple("Rows", "lse_ptr delta_ptr plane")
-"""Numbers of a head's queries, from the first on; plane: to the second plane of LSE."""
+Rows = namedtuple("Rows", "lse_ptr delta_ptr first plane")
+"""Numbers of a head's queries; first: its first one's place, plane: to the second plane of LSE."""
 
 ForwardTraits = namedtuple(
     "ForwardTraits",
