@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from stable_attention.hopper import bundles
 from stable_attention.hopper.barriers import (
     advance,
     pass_turn,
@@ -33,7 +34,7 @@ from stable_attention.hopper.barriers import (
 )
 from stable_attention.hopper.dropout import dropped, kept_bits
 from stable_attention.hopper.producer import PAIR, backward_producer
-from stable_attention.hopper.softmax import softened
+from stable_attention.hopper.softmax import product_layout, softened
 from stable_attention.hopper.tiles import (
     batch_of,
     first_row_of,
@@ -47,23 +48,26 @@ from stable_attention.hopper.tiles import (
 
 
 @gluon.jit
-def _dq_product(ds, k_s, zero, W: gl.constexpr, BM: gl.constexpr, D: gl.constexpr):
+def _dq_product(ds, k_s, W: gl.constexpr, T: gl.constexpr):
     """Start this consumer's half of dS^T K: of the rows of 128 queries, of the columns else."""
-    if BM == 128:
+    HALF: gl.constexpr = T.D // 2
+    if T.BM == 128:
+        zero = gl.zeros([64, T.D], gl.float32, product_layout(T.D))
         part = ds.slice(W * 64, 64, dim=1).permute((1, 0))
         return warpgroup_mma(part, k_s, zero, use_acc=False, is_async=True)
     else:
-        keys = k_s.slice(W * (D // 2), D // 2, dim=1)
+        zero = gl.zeros([64, HALF], gl.float32, product_layout(HALF))
+        keys = k_s.slice(W * HALF, HALF, dim=1)
         return warpgroup_mma(ds.permute((1, 0)), keys, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _hand_over(dq, dq_s, dq_full, dq_empty, slot, W: gl.constexpr):
+def _hand_over(dq, ring, slot, W: gl.constexpr):
     """Leave this consumer's half of a dQ tile to the writer of the slot."""
-    mbarrier.wait(dq_empty, slot ^ 1)
-    dq_s.index(W).store(dq)
+    mbarrier.wait(ring.empty, slot ^ 1)
+    ring.slots.index(W).store(dq)
     fence_async_shared()
-    mbarrier.arrive(dq_full.index(slot), count=1)
+    mbarrier.arrive(ring.full.index(slot), count=1)
 
 
 @gluon.jit
@@ -77,286 +81,259 @@ def _store_part(place, x):
 
 @gluon.jit
 def _step(
-    dk, dv, s, slot, parity, m, n, last, sq, sk, left, right, unit, steepness,
-    seed_ptr, head, batch, threshold, keep_scale,
-    q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
-    ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
-    zero_s, zero_dq,
-    W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
-    CAPPED: gl.constexpr, BAND: gl.constexpr, DROPOUT: gl.constexpr, MASKED: gl.constexpr,
-    FIRST: gl.constexpr, AHEAD: gl.constexpr, S_L: gl.constexpr, A_L: gl.constexpr,
+    state, t, g, item, items, softmax, drop, smem,
+    MASKED: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """Fold query tile m into dk and dv, and finish dQ of the tile before unless FIRST.
+    """Fold query tile t of head g of an item into state, and finish dQ of the tile before unless
+    FIRST.
 
-    AHEAD: s holds this tile's scores already, and the next tile's are made here, unless last.
+    state: (slot of the rings, its parity, dk, dv, s). s [64 keys, BM]: this tile's scores where
+    they are made AHEAD; the next tile's are made here.
     """
-    dtype: gl.constexpr = q_s.dtype
+    slot, parity, dk, dv, s = state
+    S_L: gl.constexpr = product_layout(T.BM)
+    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(T.D), k_width=2)
     columns: gl.constexpr = gl.SliceLayout(0, S_L)
-    k = k_s.slice(W * 64, 64)
-    v = v_s.slice(W * 64, 64)
-    if not AHEAD:
-        mbarrier.wait(q_full.index(slot), parity)
+    q_s, do_s, ds_s = smem.q.slots, smem.do.slots, smem.ds.slots
+    dtype: gl.constexpr = q_s.dtype
+    zero_s = gl.zeros([64, T.BM], gl.float32, S_L)
+    if FIRST:
+        last = gl.where(item.count * T.GROUP == 1, 1, 0)
+    else:
+        last = gl.where((t + 1 == item.count) & (g + 1 == T.GROUP), 1, 0)
+    m = item.first + t
+    head = item.head + g
+    k = smem.k.slots.slice(W * 64, 64)
+    v = smem.v.slots.slice(W * 64, 64)
+    if not T.AHEAD:
+        mbarrier.wait(smem.q.full.index(slot), parity)
         s_made = warpgroup_mma(
             k, q_s.index(slot).permute((1, 0)), zero_s, use_acc=False, is_async=True
         )
-    mbarrier.wait(do_full.index(slot), parity)
+    mbarrier.wait(smem.do.full.index(slot), parity)
     dp_made = warpgroup_mma(
         v, do_s.index(slot).permute((1, 0)), zero_s, use_acc=False, is_async=True
     )
-    if not AHEAD:
+    if not T.AHEAD:
         s, dp_made = warpgroup_mma_wait(1, deps=(s_made, dp_made))
-    shift = shift_s.index(slot).reshape((BM,)).load(columns)
-    s = softened(s, steepness, CAPPED)
-    p = gl.exp2(s * unit - gl.expand_dims(shift, 0))
-    if BAND:
+    shift = smem.shift.index(slot).reshape((T.BM,)).load(columns)
+    s = softened(s, softmax.steepness, T.CAPPED)
+    p = gl.exp2(s * softmax.unit - gl.expand_dims(shift, 0))
+    if T.BAND:
         # Of the first query and this consumer's first key: which keys it may see.
-        middle = m * BM + (sk - sq) - (n * BN + W * 64)
-        to_right = middle + right
-        to_left = middle - left
-        end = sk - 1 - n * BN - W * 64
-        if (gl.minimum(to_right, end) < 63) | (to_left + BM - 1 > 0):
+        middle = m * T.BM + (item.keys - item.queries) - (item.n * T.BN + W * 64)
+        to_right = middle + items.right
+        to_left = middle - items.left
+        end = item.keys - 1 - item.n * T.BN - W * 64
+        if (gl.minimum(to_right, end) < 63) | (to_left + T.BM - 1 > 0):
             p = zeros_outside(p, to_right, to_left, end)
     elif MASKED:
-        keys = gl.expand_dims(n * BN + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_L)), 1)
-        visible = keys < sk
-        if CAUSAL:
-            visible = keys <= gl.expand_dims(m * BM + gl.arange(0, BM, columns), 0)
+        keys = item.n * T.BN + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_L))
+        keys = gl.expand_dims(keys, 1)
+        visible = keys < item.keys
+        if T.CAUSAL:
+            visible = keys <= gl.expand_dims(m * T.BM + gl.arange(0, T.BM, columns), 0)
         p = gl.where(visible, p, 0.0)
-    if DROPOUT:
-        bits = kept_bits(seed_ptr, n * BN + W * 64, m * BM, head, batch, threshold, BM)
+    if T.DROPOUT:
+        key = item.n * T.BN + W * 64
+        bits = kept_bits(drop.seed_ptr, key, m * T.BM, head, item.batch, drop.threshold, T.BM)
         p_rounded = gl.convert_layout(dropped(p, bits).to(dtype), A_L)
     else:
         p_rounded = gl.convert_layout(p.to(dtype), A_L)
-    if CAPPED:
+    if T.CAPPED:
         # `numerics.score_slope`, before dP is there: s needs no registers any more.
         p = p * (1.0 - s * s)
     dv_made = warpgroup_mma(p_rounded, do_s.index(slot), dv, is_async=True)
     dp, dv = warpgroup_mma_wait(1, deps=(dp_made, dv_made))
-    if DROPOUT:
-        dp = dropped(dp * keep_scale, bits)
-    delta = delta_s.index(slot).reshape((BM,)).load(columns)
+    if T.DROPOUT:
+        dp = dropped(dp * drop.keep_scale, bits)
+    delta = smem.delta.index(slot).reshape((T.BM,)).load(columns)
     ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
-    mbarrier.wait(ds_empty.index(slot), parity ^ 1)
+    mbarrier.wait(smem.ds.empty.index(slot), parity ^ 1)
     ds_s.index(slot).slice(W * 64, 64).store(ds)
     ds_operand = gl.convert_layout(ds, A_L)
     fence_async_shared()
-    mbarrier.arrive(ds_full.index(slot), count=1)
+    mbarrier.arrive(smem.ds.full.index(slot), count=1)
     before = slot ^ 1
     if not FIRST:
-        mbarrier.wait(ds_full.index(before), parity ^ before)
-        dq_made = _dq_product(ds_s.index(before), k_s, zero_dq, W, BM, D)
+        mbarrier.wait(smem.ds.full.index(before), parity ^ before)
+        dq_made = _dq_product(ds_s.index(before), smem.k.slots, W, T)
     dk_made = warpgroup_mma(ds_operand, q_s.index(slot), dk, is_async=True)
     following, following_parity = advance(slot, parity, PAIR)
     if FIRST:
         dv, dk_made = warpgroup_mma_wait(1, deps=(dv, dk_made))
-        mbarrier.arrive(do_empty.index(slot), count=1)
+        mbarrier.arrive(smem.do.empty.index(slot), count=1)
     else:
         dv, dq_made, dk_made = warpgroup_mma_wait(2, deps=(dv, dq_made, dk_made))
-        mbarrier.arrive(do_empty.index(slot), count=1)
+        mbarrier.arrive(smem.do.empty.index(slot), count=1)
         dq, dk_made = warpgroup_mma_wait(1, deps=(dq_made, dk_made))
-        mbarrier.arrive(ds_empty.index(before), count=1)
-        _hand_over(dq, dq_s, dq_full, dq_empty, before, W)
-    if AHEAD:
-        mbarrier.wait(q_full.index(following), following_parity, pred=last == 0)
+        mbarrier.arrive(smem.ds.empty.index(before), count=1)
+        _hand_over(dq, smem.dq, before, W)
+    if T.AHEAD:
+        mbarrier.wait(smem.q.full.index(following), following_parity, pred=last == 0)
         # After the last tile this is a product of what lies there, which nobody reads.
         s_made = warpgroup_mma(
             k, q_s.index(following).permute((1, 0)), zero_s, use_acc=False, is_async=True
         )
         dk, s_made = warpgroup_mma_wait(1, deps=(dk_made, s_made))
-        mbarrier.arrive(q_empty.index(slot), count=1)
+        mbarrier.arrive(smem.q.empty.index(slot), count=1)
         s = warpgroup_mma_wait(0, deps=(s_made,))
     else:
         dk = warpgroup_mma_wait(0, deps=(dk_made,))
-        mbarrier.arrive(q_empty.index(slot), count=1)
-    return dk, dv, s, following, following_parity
+        mbarrier.arrive(smem.q.empty.index(slot), count=1)
+    return following, following_parity, dk, dv, s
 
 
 @gluon.jit
-def _consumer(
-    dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s, item_s,
-    item_full, item_empty, k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty,
-    ds_full, ds_empty, dq_full, dq_empty,
-    counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,
-    head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit,
-    steepness, scale, seed_ptr, threshold, batch_offset, head_offset, keep_scale,
-    W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
-    CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, DROPOUT: gl.constexpr,
-    EVEN: gl.constexpr, GROUP: gl.constexpr, SUMS: gl.constexpr, AHEAD: gl.constexpr,
-):  # fmt: skip
-    DQ: gl.constexpr = D if BM == 128 else D // 2
+def _consumer(gradients, smem, items, softmax, drop, W: gl.constexpr, T: gl.constexpr):
+    """dK and dV of 64 keys of every item, and this consumer's half of dQ's products."""
     # Query tiles that the diagonal crosses. Keys past the end lie in the last key tile only, and a
     # causal mask hides them from its few query tiles; without one, all of them look.
-    EDGE: gl.constexpr = BN // BM if CAUSAL else 0
-    TAIL: gl.constexpr = not (EVEN or CAUSAL or BAND)
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
-    )
-    KV_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    DQ_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DQ, 16]
-    )
-    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KV_L, k_width=2)
+    EDGE: gl.constexpr = T.BN // T.BM if T.CAUSAL else 0
+    TAIL: gl.constexpr = not (T.EVEN or T.CAUSAL or T.BAND)
+    S_L: gl.constexpr = product_layout(T.BM)
+    KV_L: gl.constexpr = product_layout(T.D)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    zero_s = gl.zeros([64, BM], gl.float32, S_L)
-    zero_dq = gl.zeros([64, DQ], gl.float32, DQ_L)
     slot = 0
     parity = 0
     item_slot = 0
     item_parity = 0
     key_parity = 0
-    tiles = key_tiles
-    if PACKED:
-        tiles = gl.load(counter + 2)
+    tiles = items.key_tiles
+    if T.PACKED:
+        tiles = gl.load(items.counter + 2)
     running = True
     while running:
-        mbarrier.wait(item_full.index(item_slot), item_parity)
-        item = gl.max(item_s.index(item_slot).load(one), 0)
-        mbarrier.arrive(item_empty.index(item_slot), count=1)
+        mbarrier.wait(smem.item.full.index(item_slot), item_parity)
+        number = gl.max(smem.item.slots.index(item_slot).load(one), 0)
+        mbarrier.arrive(smem.item.empty.index(item_slot), count=1)
         item_slot, item_parity = advance(item_slot, item_parity, PAIR)
-        running = item >= 0
+        running = number >= 0
         if running:
-            place, head = item_at(item, tiles, head_block, CAUSAL or BAND)
-            n, _, queries, start_k, keys = place_of(places, place, sq, sk, PACKED)
-            first, count = query_tiles_of(
-                n, query_tiles, queries, keys, left, right, BM, BN, CAUSAL, BAND
+            place, head = item_at(number, tiles, items.head_block, T.CAUSAL or T.BAND)
+            n, _, queries, start_k, keys = place_of(
+                items.places, place, items.sq, items.sk, T.PACKED
             )
-            if BAND:
+            first, count = query_tiles_of(
+                n, items.query_tiles, queries, keys, items.left, items.right,
+                T.BM, T.BN, T.CAUSAL, T.BAND,
+            )  # fmt: skip
+            if T.BAND:
                 # Keys that no query sees meet a tile whose P is 0.
                 count = gl.maximum(count, 1)
             head_0 = 0
             batch = 0
-            if DROPOUT:
-                head_0 = (head % kv_heads) * GROUP + head_offset
-                batch = batch_of(places, place, head // kv_heads, PACKED) + batch_offset
-            dk = gl.zeros([64, D], gl.float32, KV_L)
-            dv = gl.zeros([64, D], gl.float32, KV_L)
-            mbarrier.wait(k_full, key_parity)
-            s = zero_s
-            if AHEAD:
-                mbarrier.wait(q_full.index(slot), parity)
+            if T.DROPOUT:
+                head_0 = (head % items.heads) * T.GROUP + drop.head_offset
+                batch = batch_of(items.places, place, head // items.heads, T.PACKED)
+                batch += drop.batch_offset
+            item = bundles.Item(n, first, count, queries, keys, head_0, batch)
+            dk = gl.zeros([64, T.D], gl.float32, KV_L)
+            dv = gl.zeros([64, T.D], gl.float32, KV_L)
+            mbarrier.wait(smem.k.full, key_parity)
+            s = gl.zeros([64, T.BM], gl.float32, S_L)
+            if T.AHEAD:
+                mbarrier.wait(smem.q.full.index(slot), parity)
                 s = warpgroup_mma(
-                    k_s.slice(W * 64, 64), q_s.index(slot).permute((1, 0)), zero_s,
-                    use_acc=False, is_async=False,
+                    smem.k.slots.slice(W * 64, 64), smem.q.slots.index(slot).permute((1, 0)),
+                    s, use_acc=False, is_async=False,
                 )  # fmt: skip
-            mbarrier.wait(v_full, key_parity)
+            mbarrier.wait(smem.v.full, key_parity)
             key_parity ^= 1
-            dk, dv, s, slot, parity = _step(
-                dk, dv, s, slot, parity, first, n, gl.where(count * GROUP == 1, 1, 0),
-                queries, keys, left, right, unit, steepness,
-                seed_ptr, head_0, batch, threshold, keep_scale,
-                q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
-                ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
-                zero_s, zero_dq, W, BM, BN, D, CAUSAL, CAPPED, BAND, DROPOUT,
-                CAUSAL or TAIL, True, AHEAD, S_L, A_L,
+            state = _step(
+                (slot, parity, dk, dv, s), 0, 0, item, items, softmax, drop, smem,
+                T.CAUSAL or TAIL, True, W, T,
             )  # fmt: skip
-            for g in range(0, GROUP):
+            for g in range(0, T.GROUP):
                 begin = gl.where(g == 0, 1, 0)
-                if CAUSAL:
-                    if EDGE > 1 or GROUP > 1:
+                if T.CAUSAL:
+                    if EDGE > 1 or T.GROUP > 1:
                         for t in range(begin, gl.minimum(EDGE, count)):
-                            last = gl.where((t + 1 == count) & (g + 1 == GROUP), 1, 0)
-                            dk, dv, s, slot, parity = _step(
-                                dk, dv, s, slot, parity, first + t, n, last,
-                                queries, keys, left, right, unit, steepness,
-                                seed_ptr, head_0 + g, batch, threshold, keep_scale,
-                                q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
-                                ds_full, ds_empty, dq_full, dq_empty,
-                                q_full, q_empty, do_full, do_empty,
-                                zero_s, zero_dq, W, BM, BN, D, CAUSAL, CAPPED, BAND, DROPOUT,
-                                True, False, AHEAD, S_L, A_L,
-                            )  # fmt: skip
+                            state = _step(
+                                state, t, g, item, items, softmax, drop, smem, True, False, W, T
+                            )
                     begin = EDGE
                 for t in range(begin, count):
-                    last = gl.where((t + 1 == count) & (g + 1 == GROUP), 1, 0)
-                    dk, dv, s, slot, parity = _step(
-                        dk, dv, s, slot, parity, first + t, n, last,
-                        queries, keys, left, right, unit, steepness,
-                        seed_ptr, head_0 + g, batch, threshold, keep_scale,
-                        q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
-                        ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
-                        zero_s, zero_dq, W, BM, BN, D, CAUSAL, CAPPED, BAND, DROPOUT,
-                        TAIL, False, AHEAD, S_L, A_L,
-                    )  # fmt: skip
-            mbarrier.arrive(v_empty, count=1)
-            if DROPOUT:
-                dv = dv * keep_scale
-            b = head // kv_heads
-            hk = head % kv_heads
-            row = n * BN + W * 64
-            out = out_s.index(W)
+                    state = _step(state, t, g, item, items, softmax, drop, smem, TAIL, False, W, T)
+            slot, parity, dk, dv, _ = state
+            mbarrier.arrive(smem.v.empty, count=1)
+            if T.DROPOUT:
+                dv = dv * drop.keep_scale
+            b = head // items.heads
+            hk = head % items.heads
+            row = n * T.BN + W * 64
+            out = smem.out.index(W)
             before = slot ^ 1
-            mbarrier.wait(ds_full.index(before), parity ^ before)
-            dq_made = _dq_product(ds_s.index(before), k_s, zero_dq, W, BM, D)
-            if SUMS:
-                own = part_ptr + ((head * key_tiles + place) * BN + W * 64).to(gl.int64) * D
-                _store_part(own + key_tiles.to(gl.int64) * all_heads * (BN * D), dv)
+            mbarrier.wait(smem.ds.full.index(before), parity ^ before)
+            dq_made = _dq_product(smem.ds.slots.index(before), smem.k.slots, W, T)
+            if T.SUMS:
+                own = ((head * items.key_tiles + place) * T.BN + W * 64).to(gl.int64) * T.D
+                own = gradients.part_ptr + own
+                of_v = items.key_tiles.to(gl.int64) * items.all_heads * (T.BN * T.D)
+                _store_part(own + of_v, dv)
             else:
                 tma.store_wait(0)
                 out.store(dv.to(out.dtype))
                 fence_async_shared()
-                column = b * stride_dvb + hk * stride_dvh
-                store_tile(dv_desc, row, column, start_k, keys, out, PACKED)
+                column = b * gradients.dv.stride_b + hk * gradients.dv.stride_h
+                store_tile(gradients.dv.desc, row, column, start_k, keys, out, T.PACKED)
             dq = warpgroup_mma_wait(0, deps=(dq_made,))
-            mbarrier.arrive(ds_empty.index(before), count=1)
-            mbarrier.arrive(k_empty, count=1)
-            _hand_over(dq, dq_s, dq_full, dq_empty, before, W)
-            if SUMS:
+            mbarrier.arrive(smem.ds.empty.index(before), count=1)
+            mbarrier.arrive(smem.k.empty, count=1)
+            _hand_over(dq, smem.dq, before, W)
+            if T.SUMS:
                 _store_part(own, dk)
             else:
-                rounded = (dk * scale).to(out.dtype)
+                rounded = (dk * gradients.scale).to(out.dtype)
                 tma.store_wait(0)
                 out.store(rounded)
                 fence_async_shared()
-                column = b * stride_dkb + hk * stride_dkh
-                store_tile(dk_desc, row, column, start_k, keys, out, PACKED)
+                column = b * gradients.dk.stride_b + hk * gradients.dk.stride_h
+                store_tile(gradients.dk.desc, row, column, start_k, keys, out, T.PACKED)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _writer(
-    sum_desc, turns, counter, places, dq_s, item_s, item_full, item_empty, dq_full, dq_empty,
-    sq, sk, left, right, key_tiles, query_tiles, head_block,
-    W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, DQ: gl.constexpr, CAUSAL: gl.constexpr,
-    BAND: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+def _writer(sum_desc, turns, smem, items, W: gl.constexpr, T: gl.constexpr):
     """Every second dQ tile: await the turn, store or add, free the buffer once it has been read,
     pass the turn on once all is written."""
+    dq_s = smem.dq.slots
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    if PACKED:
-        key_tiles = gl.load(counter + 2)
+    key_tiles = items.key_tiles
+    if T.PACKED:
+        key_tiles = gl.load(items.counter + 2)
     done = 0  # tiles of the items before
     item_slot = 0
     item_parity = 0
     running = True
     while running:
-        mbarrier.wait(item_full.index(item_slot), item_parity)
-        item = gl.max(item_s.index(item_slot).load(one), 0)
-        mbarrier.arrive(item_empty.index(item_slot), count=1)
+        mbarrier.wait(smem.item.full.index(item_slot), item_parity)
+        number = gl.max(smem.item.slots.index(item_slot).load(one), 0)
+        mbarrier.arrive(smem.item.empty.index(item_slot), count=1)
         item_slot, item_parity = advance(item_slot, item_parity, PAIR)
-        running = item >= 0
+        running = number >= 0
         if running:
-            t, head = item_at(item, key_tiles, head_block, CAUSAL or BAND)
-            n, _, queries, _, keys = place_of(places, t, sq, sk, PACKED)
-            first_row = first_row_of(places, t, PACKED)
+            t, head = item_at(number, key_tiles, items.head_block, T.CAUSAL or T.BAND)
+            n, _, queries, _, keys = place_of(items.places, t, items.sq, items.sk, T.PACKED)
+            first_row = first_row_of(items.places, t, T.PACKED)
             first, seen = query_tiles_of(
-                n, query_tiles, queries, keys, left, right, BM, BN, CAUSAL, BAND
-            )
+                n, items.query_tiles, queries, keys, items.left, items.right,
+                T.BM, T.BN, T.CAUSAL, T.BAND,
+            )  # fmt: skip
             count = gl.maximum(seen, 1)
-            for u in range((W + done) & 1, count * GROUP, 2):
+            for u in range((W + done) & 1, count * T.GROUP, 2):
                 number = done + u
                 m = first + u % count
-                tile = (head * GROUP + u // count) * query_tiles + first_row + m
-                turn = turn_of(m, n, queries, keys, right, BM, BN, CAUSAL, BAND)
-                if BAND:
+                tile = (head * T.GROUP + u // count) * items.query_tiles + first_row + m
+                turn = turn_of(m, n, queries, keys, items.right, T.BM, T.BN, T.CAUSAL, T.BAND)
+                if T.BAND:
                     turn = gl.where(seen > 0, turn, -1)
                 wait_for_turn(turns + tile, turn)
-                mbarrier.wait(dq_full.index(number & 1), (number >> 1) & 1)
-                row = tile * BM
+                mbarrier.wait(smem.dq.full.index(number & 1), (number >> 1) & 1)
+                row = tile * T.BM
                 second_row = row
-                column = DQ
-                if BM == 128:
+                column = T.D // 2
+                if T.BM == 128:
                     second_row = row + 64
                     column = 0
                 if turn == 0:
@@ -366,10 +343,10 @@ def _writer(
                     tma_add(sum_desc, [row, 0], dq_s.index(0))
                     tma_add(sum_desc, [second_row, column], dq_s.index(1))
                 tma.store_wait(0)
-                mbarrier.arrive(dq_empty, count=1)
+                mbarrier.arrive(smem.dq.empty, count=1)
                 if turn >= 0:
                     pass_turn(turns + tile)
-            done += count * GROUP
+            done += count * T.GROUP
     tma.store_wait(0)
 
 
@@ -380,6 +357,43 @@ def new_barriers(COUNT: gl.constexpr, SLOTS: gl.constexpr):
     for i in gl.static_range(SLOTS):
         mbarrier.init(barriers.index(i), count=COUNT)
     return barriers
+
+
+@gluon.jit
+def _ring(slots, FULL: gl.constexpr, EMPTY: gl.constexpr):
+    """PAIR slots, which FULL and EMPTY arrivals make so."""
+    return bundles.Ring(slots, new_barriers(FULL, PAIR), new_barriers(EMPTY, PAIR))
+
+
+@gluon.jit
+def _one_slot(tile):
+    """The same of a tile that the producer copies for both consumers."""
+    return bundles.Ring(tile, new_barriers(1, 1).index(0), new_barriers(2, 1).index(0))
+
+
+@gluon.jit
+def _new_memory(inputs, sum_desc, T: gl.constexpr):
+    dtype: gl.constexpr = inputs.q.desc.dtype
+    DQ: gl.constexpr = T.D if T.BM == 128 else T.D // 2
+    # A ragged descriptor's tile has two dimensions more.
+    tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, T.D], dtype)
+    q_s = gl.allocate_shared_memory(dtype, [PAIR, T.BM, T.D], tile_l)
+    do_s = gl.allocate_shared_memory(dtype, [PAIR, T.BM, T.D], tile_l)
+    k_s = gl.allocate_shared_memory(dtype, [T.BN, T.D], tile_l)
+    v_s = gl.allocate_shared_memory(dtype, [T.BN, T.D], tile_l)
+    shift_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, T.BM], inputs.shift_desc.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, T.BM], inputs.delta_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T.BN, T.BM], dtype)
+    ds_s = gl.allocate_shared_memory(dtype, [PAIR, T.BN, T.BM], ds_layout)
+    out_s = gl.allocate_shared_memory(dtype, [2, 64, T.D], tile_l)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, DQ], sum_desc.layout)
+    item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return bundles.BackwardMemory(
+        item=_ring(item_s, 1, 4), k=_one_slot(k_s), v=_one_slot(v_s), q=_ring(q_s, 1, 2),
+        do=_ring(do_s, 1, 2), ds=_ring(ds_s, 2, 2),
+        dq=bundles.Ring(dq_s, new_barriers(2, PAIR), new_barriers(1, 1).index(0)),
+        shift=shift_s, delta=delta_s, out=out_s,
+    )  # fmt: skip
 
 
 @gluon.jit(
@@ -400,85 +414,42 @@ def backward_kernel(
     EVEN: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, SUMS: gl.constexpr,
     AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = q_desc.dtype
-    DQ: gl.constexpr = D if BM == 128 else D // 2
-    # A ragged descriptor's tile has two dimensions more.
-    tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    q_s = gl.allocate_shared_memory(dtype, [PAIR, BM, D], tile_l)
-    do_s = gl.allocate_shared_memory(dtype, [PAIR, BM, D], tile_l)
-    k_s = gl.allocate_shared_memory(dtype, [BN, D], tile_l)
-    v_s = gl.allocate_shared_memory(dtype, [BN, D], tile_l)
-    shift_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], shift_desc.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], delta_desc.layout)
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
-    ds_s = gl.allocate_shared_memory(dtype, [PAIR, BN, BM], ds_layout)
-    out_s = gl.allocate_shared_memory(dtype, [2, 64, D], tile_l)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, DQ], sum_desc.layout)
-    item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    item_full = new_barriers(1, PAIR)
-    item_empty = new_barriers(4, PAIR)
-    k_fulls = new_barriers(1, 1)
-    k_empties = new_barriers(2, 1)
-    v_fulls = new_barriers(1, 1)
-    v_empties = new_barriers(2, 1)
-    q_full = new_barriers(1, PAIR)
-    q_empty = new_barriers(2, PAIR)
-    do_full = new_barriers(1, PAIR)
-    do_empty = new_barriers(2, PAIR)
-    ds_full = new_barriers(2, PAIR)
-    ds_empty = new_barriers(2, PAIR)
-    dq_full = new_barriers(2, PAIR)
-    dq_empties = new_barriers(1, 1)
-    k_full = k_fulls.index(0)
-    k_empty = k_empties.index(0)
-    v_full = v_fulls.index(0)
-    v_empty = v_empties.index(0)
-    dq_empty = dq_empties.index(0)
+    T: gl.constexpr = bundles.BackwardTraits(
+        BM, BN, D, GROUP, SPLITS, CAUSAL, BAND, PACKED, EVEN, CAPPED, DROPOUT, SUMS, AHEAD
+    )
+    items = bundles.Items(
+        counter, places, sq, sk, left, right,
+        query_tiles, key_tiles, head_block, all_heads, kv_heads,
+    )  # fmt: skip
+    inputs = bundles.Inputs(
+        bundles.Tiled(q_desc, stride_qb, stride_qh),
+        bundles.Tiled(k_desc, stride_kb, stride_kh),
+        bundles.Tiled(v_desc, stride_vb, stride_vh),
+        bundles.Tiled(do_desc, stride_gb, stride_gh),
+        shift_desc,
+        delta_desc,
+    )
+    gradients = bundles.Gradients(
+        bundles.Tiled(dk_desc, stride_dkb, stride_dkh),
+        bundles.Tiled(dv_desc, stride_dvb, stride_dvh),
+        part_ptr,
+        scale,
+    )
+    softmax = bundles.Softmax(unit, steepness)
+    drop = bundles.Dropout(seed_ptr, threshold, batch_offset, head_offset, keep_scale)
+    smem = _new_memory(inputs, sum_desc, T)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consumer, (
-                dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s, item_s,
-                item_full, item_empty, k_full, k_empty, v_full, v_empty,
-                q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
-                counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,
-                head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit,
-                steepness, scale, seed_ptr, threshold, batch_offset, head_offset, keep_scale,
-                0, BM, BN, D, CAUSAL, CAPPED, BAND, PACKED, DROPOUT, EVEN, GROUP, SUMS, AHEAD,
-            )),
-            (_consumer, (
-                dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s, item_s,
-                item_full, item_empty, k_full, k_empty, v_full, v_empty,
-                q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
-                counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,
-                head_block, kv_heads, stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit,
-                steepness, scale, seed_ptr, threshold, batch_offset, head_offset, keep_scale,
-                1, BM, BN, D, CAUSAL, CAPPED, BAND, PACKED, DROPOUT, EVEN, GROUP, SUMS, AHEAD,
-            )),
-            (backward_producer, (
-                q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
-                q_s, k_s, v_s, do_s, shift_s, delta_s, item_s,
-                item_full, item_empty, k_full, k_empty, v_full, v_empty,
-                q_full, q_empty, do_full, do_empty,
-                sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads,
-                stride_qb, stride_qh, stride_kb, stride_kh,
-                stride_vb, stride_vh, stride_gb, stride_gh,
-                BM, BN, CAUSAL, BAND, PACKED, GROUP, SPLITS,
-            )),
-            (_writer, (
-                sum_desc, turns, counter, places, dq_s, item_s, item_full, item_empty,
-                dq_full, dq_empty, sq, sk, left, right, key_tiles, query_tiles, head_block,
-                0, BM, BN, DQ, CAUSAL, BAND, PACKED, GROUP,
-            )),
-            (_writer, (
-                sum_desc, turns, counter, places, dq_s, item_s, item_full, item_empty,
-                dq_full, dq_empty, sq, sk, left, right, key_tiles, query_tiles, head_block,
-                1, BM, BN, DQ, CAUSAL, BAND, PACKED, GROUP,
-            )),
+            (_consumer, (gradients, smem, items, softmax, drop, 0, T)),
+            (_consumer, (gradients, smem, items, softmax, drop, 1, T)),
+            (backward_producer, (inputs, smem, items, T)),
+            (_writer, (sum_desc, turns, smem, items, 0, T)),
+            (_writer, (sum_desc, turns, smem, items, 1, T)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],
-    )  # fmt: skip
+    )
 
 
 __all__ = ["backward_kernel", "new_barriers"]

@@ -5,13 +5,14 @@ of v; a tile has 128 queries (TILE), a block BN keys. LSE is [B, H, sq] float32,
 A partial O goes to part_ptr in float32, without a descriptor.
 
 Each role is a partition of warps. The `producer` copies tiles of Q and blocks of K and V to shared
-memory. Two consumers of 4 warps (`consumer`) have 64 queries of a tile each.
+smem. Two consumers of 4 warps (`consumer`) have 64 queries of a tile each.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from stable_attention.hopper import bundles
 from stable_attention.hopper.consumer import forward_consumer
 from stable_attention.hopper.producer import ITEM, ITEMS, forward_producer
 
@@ -70,36 +71,37 @@ def forward_kernel(
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
     fence_async_shared()
+    smem = bundles.ForwardMemory(
+        item_s, bundles.Ring(q_s, q_full), bundles.Ring(k_s, k_full), bundles.Ring(v_s, v_full),
+        high_s, low_s, total_s, ones_s,
+    )  # fmt: skip
+    T: gl.constexpr = bundles.ForwardTraits(
+        DV, BN, GROUP, PARTS, SLOTS, Q_SLOTS, Q_IN_REGISTERS, CAUSAL, BAND, PACKED, EVEN, CAPPED,
+        SEGMENT, ROUNDED, SUM, HAS_LOW, HAS_MAX, HAS_SINK,
+    )  # fmt: skip
+    items = bundles.Items(
+        counter, places, sq, sk, left, right,
+        query_tiles, key_blocks, head_block, all_heads, heads,
+    )  # fmt: skip
+    inputs = bundles.Inputs(
+        bundles.Tiled(q_desc, stride_qb, stride_qh),
+        bundles.Tiled(k_desc, stride_kb, stride_kh),
+        bundles.Tiled(v_desc, stride_vb, stride_vh),
+    )
+    outputs = bundles.Outputs(
+        o_desc, low_desc, part_ptr, lse_ptr, row_ptr, max_ptr, stride_ob, stride_os, stride_oh, tq
+    )
+    softmax = bundles.Softmax(unit, steepness, sink_ptr)
     # Tuples are written where they are used, with literal functions: Gluon takes no other.
     gl.warp_specialize(
         [
-            (forward_consumer, (
-                o_desc, low_desc, part_ptr, lse_ptr, row_ptr, max_ptr, sink_ptr, places,
-                q_s, k_s, v_s, high_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
-                sq, sk, tq, left, right, key_blocks, stride_ob, stride_os, stride_oh,
-                unit, steepness,
-                0, DV, BN, SLOTS, Q_SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED,
-                SUM, HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
-            )),
-            (forward_consumer, (
-                o_desc, low_desc, part_ptr, lse_ptr, row_ptr, max_ptr, sink_ptr, places,
-                q_s, k_s, v_s, high_s, low_s, total_s, ones_s, item_s, q_full, k_full, v_full,
-                sq, sk, tq, left, right, key_blocks, stride_ob, stride_os, stride_oh,
-                unit, steepness,
-                1, DV, BN, SLOTS, Q_SLOTS, CAUSAL, CAPPED, BAND, PACKED, EVEN, SEGMENT, ROUNDED,
-                SUM, HAS_LOW, HAS_MAX, HAS_SINK, Q_IN_REGISTERS,
-            )),
-            (forward_producer, (
-                q_desc, k_desc, v_desc, counter, places, q_s, k_s, v_s, item_s,
-                q_full, k_full, v_full,
-                sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
-                stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
-                GROUP, BN, SLOTS, Q_SLOTS, CAUSAL, BAND, PACKED,
-            )),
+            (forward_consumer, (outputs, smem, items, softmax, 0, T)),
+            (forward_consumer, (outputs, smem, items, softmax, 1, T)),
+            (forward_producer, (inputs, smem, items, T)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )
 
 
 __all__ = ["forward_kernel"]

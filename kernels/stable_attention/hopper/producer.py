@@ -38,37 +38,32 @@ everyone, in time that it has."""
 
 
 @gluon.jit
-def forward_producer(
-    q_desc, k_desc, v_desc, counter, places, q_s, k_s, v_s, item_s, q_full, k_full, v_full,
-    sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
-    GROUP: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
-    CAUSAL: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
+def forward_producer(inputs, smem, items, T: gl.constexpr):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    PARTS: gl.constexpr = k_s.shape[0] // SLOTS
-    SLOT_OF_V: gl.constexpr = SLOT_OF_K + SLOTS
-    BUFFER_OF_Q: gl.constexpr = SLOT_OF_V + SLOTS
+    SLOT_OF_V: gl.constexpr = SLOT_OF_K + T.SLOTS
+    BUFFER_OF_Q: gl.constexpr = SLOT_OF_V + T.SLOTS
+    q_in, k_in, v_in, item_s = inputs.q, inputs.k, inputs.v, smem.item
     k = 0
     v = 0
     copied = 0  # blocks of K so far, and of V one less or as many
     copied_v = 0
     tiles = 0
-    if PACKED:
-        query_tiles = gl.load(counter + 1)
-    items = query_tiles * all_heads
+    query_tiles = items.query_tiles
+    if T.PACKED:
+        query_tiles = gl.load(items.counter + 1)
+    most = query_tiles * items.all_heads
     # Programs begin with their own number, and so do without the counter.
     item = gl.program_id(0)
     running = True
     while running:
-        running = item < items
-        buffer = tiles & (Q_SLOTS - 1)
-        if tiles >= Q_SLOTS:
+        running = item < most
+        buffer = tiles & (T.Q_SLOTS - 1)
+        if tiles >= T.Q_SLOTS:
             sync_named(BUFFER_OF_Q + buffer, ALL, 1)
-        t, head = item_at(item, query_tiles, head_block, CAUSAL or BAND)
-        b = head // heads
-        h = head % heads
-        told = (tiles & (ITEMS // Q_SLOTS - 1)) * ITEM
+        t, head = item_at(item, query_tiles, items.head_block, T.CAUSAL or T.BAND)
+        b = head // items.heads
+        h = head % items.heads
+        told = (tiles & (ITEMS // T.Q_SLOTS - 1)) * ITEM
         item_s.index(told).store(gl.full([1], gl.where(running, head, -1), gl.int32, one))
         item_s.index(told + 1).store(gl.full([1], t, gl.int32, one))
         item_s.index(told + 2).store(gl.full([1], b, gl.int32, one))
@@ -76,125 +71,129 @@ def forward_producer(
         warp_sync(item)
         tiles += 1
         if running:
-            m, start_q, queries, start_k, keys = place_of(places, t, sq, sk, PACKED)
-            hk = h // GROUP
-            last, blocks = key_blocks_of(
-                m, key_blocks, queries, keys, left, right, BN, CAUSAL, BAND
+            m, start_q, queries, start_k, keys = place_of(
+                items.places, t, items.sq, items.sk, T.PACKED
             )
-            mbarrier.expect(q_full.index(buffer), 2 * PARTS * q_desc.block_type.nbytes)
+            hk = h // T.GROUP
+            last, blocks = key_blocks_of(
+                m, items.key_tiles, queries, keys, items.left, items.right,
+                T.BN, T.CAUSAL, T.BAND,
+            )  # fmt: skip
+            full = smem.q.full.index(buffer)
+            mbarrier.expect(full, 2 * T.PARTS * q_in.desc.block_type.nbytes)
             for w in gl.static_range(2):
                 load_parts(
-                    q_desc, m * TILE + w * 64, b * stride_qb + h * stride_qh, start_q, queries,
-                    q_full.index(buffer), q_s, buffer * 2 + w, PARTS, PACKED,
+                    q_in.desc, m * TILE + w * 64, b * q_in.stride_b + h * q_in.stride_h, start_q,
+                    queries, full, smem.q.slots, buffer * 2 + w, T.PARTS, T.PACKED,
                 )  # fmt: skip
-            k_column = b * stride_kb + hk * stride_kh
-            v_column = b * stride_vb + hk * stride_vh
+            k_column = b * k_in.stride_b + hk * k_in.stride_h
+            v_column = b * v_in.stride_b + hk * v_in.stride_h
             for i in range(blocks + 1):  # K is a block ahead of V
                 if i < blocks:
-                    if copied >= SLOTS:
+                    if copied >= T.SLOTS:
                         sync_named(SLOT_OF_K + k, ALL, 1)
-                    mbarrier.expect(k_full.index(k), PARTS * k_desc.block_type.nbytes)
+                    full = smem.k.full.index(k)
+                    mbarrier.expect(full, T.PARTS * k_in.desc.block_type.nbytes)
                     load_parts(
-                        k_desc, (last - i) * BN, k_column, start_k, keys, k_full.index(k),
-                        k_s, k, PARTS, PACKED,
+                        k_in.desc, (last - i) * T.BN, k_column, start_k, keys, full,
+                        smem.k.slots, k, T.PARTS, T.PACKED,
                     )  # fmt: skip
-                    k = gl.where(k + 1 == SLOTS, 0, k + 1)
+                    k = gl.where(k + 1 == T.SLOTS, 0, k + 1)
                     copied += 1
                 if i > 0:
-                    if copied_v >= SLOTS:
+                    if copied_v >= T.SLOTS:
                         sync_named(SLOT_OF_V + v, ALL, 1)
-                    mbarrier.expect(v_full.index(v), v_desc.block_type.nbytes)
+                    full = smem.v.full.index(v)
+                    mbarrier.expect(full, v_in.desc.block_type.nbytes)
                     load_tile(
-                        v_desc, (last + 1 - i) * BN, v_column, start_k, keys, v_full.index(v),
-                        v_s.index(v), PACKED,
+                        v_in.desc, (last + 1 - i) * T.BN, v_column, start_k, keys, full,
+                        smem.v.slots.index(v), T.PACKED,
                     )  # fmt: skip
-                    v = gl.where(v + 1 == SLOTS, 0, v + 1)
+                    v = gl.where(v + 1 == T.SLOTS, 0, v + 1)
                     copied_v += 1
             # As many numbers are taken as there are items, so the counter ends as it began.
-            item = gl.num_programs(0) + next_item(counter, items - 1)
+            item = gl.num_programs(0) + next_item(items.counter, most - 1)
         else:
-            mbarrier.arrive(q_full.index(buffer), count=1)
+            mbarrier.arrive(smem.q.full.index(buffer), count=1)
 
 
 @gluon.jit
-def backward_producer(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
-    q_s, k_s, v_s, do_s, shift_s, delta_s, item_s,
-    item_full, item_empty, k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty,
-    sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
-    BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
-):  # fmt: skip
+def backward_producer(inputs, smem, items, T: gl.constexpr):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
     slot = 0
     parity = 0
     item_slot = 0
     item_parity = 0
     key_parity = 0
-    tiles = key_tiles
-    if PACKED:
-        tiles = gl.load(counter + 2)
-    item = next_item(counter, -1)
+    tiles = items.key_tiles
+    if T.PACKED:
+        tiles = gl.load(items.counter + 2)
+    item = next_item(items.counter, -1)
     running = True
     while running:
-        running = item < tiles * all_heads
-        mbarrier.wait(item_empty.index(item_slot), item_parity ^ 1)
-        item_s.index(item_slot).store(gl.full([1], gl.where(running, item, -1), gl.int32, one))
+        running = item < tiles * items.all_heads
+        mbarrier.wait(smem.item.empty.index(item_slot), item_parity ^ 1)
+        smem.item.slots.index(item_slot).store(
+            gl.full([1], gl.where(running, item, -1), gl.int32, one)
+        )
         warp_sync(item)
-        mbarrier.arrive(item_full.index(item_slot), count=1)
+        mbarrier.arrive(smem.item.full.index(item_slot), count=1)
         item_slot, item_parity = advance(item_slot, item_parity, PAIR)
         if running:
-            t, head = item_at(item, tiles, head_block, CAUSAL or BAND)
-            n, start_q, queries, start_k, keys = place_of(places, t, sq, sk, PACKED)
-            b = head // kv_heads
-            part = head % kv_heads
-            hk = part // SPLITS
-            mbarrier.wait(k_empty, key_parity ^ 1)
-            mbarrier.expect(k_full, k_desc.block_type.nbytes)
-            column = b * stride_kb + hk * stride_kh
-            load_tile(k_desc, n * BN, column, start_k, keys, k_full, k_s, PACKED)
-            mbarrier.wait(v_empty, key_parity ^ 1)
-            mbarrier.expect(v_full, v_desc.block_type.nbytes)
-            column = b * stride_vb + hk * stride_vh
-            load_tile(v_desc, n * BN, column, start_k, keys, v_full, v_s, PACKED)
+            t, head = item_at(item, tiles, items.head_block, T.CAUSAL or T.BAND)
+            n, start_q, queries, start_k, keys = place_of(
+                items.places, t, items.sq, items.sk, T.PACKED
+            )
+            b = head // items.heads
+            part = head % items.heads
+            hk = part // T.SPLITS
+            mbarrier.wait(smem.k.empty, key_parity ^ 1)
+            mbarrier.expect(smem.k.full, k.desc.block_type.nbytes)
+            column = b * k.stride_b + hk * k.stride_h
+            load_tile(k.desc, n * T.BN, column, start_k, keys, smem.k.full, smem.k.slots, T.PACKED)
+            mbarrier.wait(smem.v.empty, key_parity ^ 1)
+            mbarrier.expect(smem.v.full, v.desc.block_type.nbytes)
+            column = b * v.stride_b + hk * v.stride_h
+            load_tile(v.desc, n * T.BN, column, start_k, keys, smem.v.full, smem.v.slots, T.PACKED)
             key_parity ^= 1
             first, count = query_tiles_of(
-                n, query_tiles, queries, keys, left, right, BM, BN, CAUSAL, BAND
-            )
-            first_row = first_row_of(places, t, PACKED)
-            for g in range(0, GROUP):
-                h = part * GROUP + g
-                row = (head * GROUP + g) * query_tiles + first_row
-                q_column = b * stride_qb + h * stride_qh
-                do_column = b * stride_gb + h * stride_gh
+                n, items.query_tiles, queries, keys, items.left, items.right,
+                T.BM, T.BN, T.CAUSAL, T.BAND,
+            )  # fmt: skip
+            first_row = first_row_of(items.places, t, T.PACKED)
+            for g in range(0, T.GROUP):
+                h = part * T.GROUP + g
+                row = (head * T.GROUP + g) * items.query_tiles + first_row
+                q_column = b * q.stride_b + h * q.stride_h
+                do_column = b * do.stride_b + h * do.stride_h
                 for m in range(first, first + gl.maximum(count, 1)):
-                    mbarrier.wait(q_empty.index(slot), parity ^ 1)
+                    mbarrier.wait(smem.q.empty.index(slot), parity ^ 1)
+                    full = smem.q.full.index(slot)
                     mbarrier.expect(
-                        q_full.index(slot),
-                        q_desc.block_type.nbytes + shift_desc.block_type.nbytes,
+                        full, q.desc.block_type.nbytes + inputs.shift_desc.block_type.nbytes
                     )
                     load_tile(
-                        q_desc, m * BM, q_column, start_q, queries, q_full.index(slot),
-                        q_s.index(slot), PACKED,
+                        q.desc, m * T.BM, q_column, start_q, queries, full,
+                        smem.q.slots.index(slot), T.PACKED,
                     )  # fmt: skip
                     tma.async_copy_global_to_shared(
-                        shift_desc, [row + m, 0], q_full.index(slot), shift_s.index(slot)
+                        inputs.shift_desc, [row + m, 0], full, smem.shift.index(slot)
                     )
-                    mbarrier.wait(do_empty.index(slot), parity ^ 1)
+                    mbarrier.wait(smem.do.empty.index(slot), parity ^ 1)
+                    full = smem.do.full.index(slot)
                     mbarrier.expect(
-                        do_full.index(slot),
-                        do_desc.block_type.nbytes + delta_desc.block_type.nbytes,
+                        full, do.desc.block_type.nbytes + inputs.delta_desc.block_type.nbytes
                     )
                     load_tile(
-                        do_desc, m * BM, do_column, start_q, queries, do_full.index(slot),
-                        do_s.index(slot), PACKED,
+                        do.desc, m * T.BM, do_column, start_q, queries, full,
+                        smem.do.slots.index(slot), T.PACKED,
                     )  # fmt: skip
                     tma.async_copy_global_to_shared(
-                        delta_desc, [row + m, 0], do_full.index(slot), delta_s.index(slot)
+                        inputs.delta_desc, [row + m, 0], full, smem.delta.index(slot)
                     )
                     slot, parity = advance(slot, parity, PAIR)
-            item = next_item(counter, -1)
+            item = next_item(items.counter, -1)
 
 
 __all__ = ["ALL", "ITEM", "ITEMS", "PAIR", "SLOT_OF_K", "backward_producer", "forward_producer"]

@@ -34,6 +34,12 @@ NOTHING = gl.constexpr(-3.0e38)
 """The largest score, in log2 units, of a row that has seen no key: -inf - -inf would be NaN."""
 
 
+@gluon.constexpr_function
+def product_layout(N):
+    """Of a product [64, N] in the registers of one warpgroup."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+
+
 @gluon.jit
 def softened(s, steepness, CAPPED: gl.constexpr):
     """`numerics.soften`; steepness: 2 log2 e times the scale over the cap.
@@ -307,6 +313,7 @@ __all__ = [
     "join_total",
     "low_part",
     "opaque_zeros",
+    "product_layout",
     "put_away",
     "softened",
     "split",

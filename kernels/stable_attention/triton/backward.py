@@ -30,7 +30,7 @@ from stable_attention.numerics import (
 from stable_attention.philox import keep_mask
 from stable_attention.problem import Extras, Problem
 from stable_attention.stabilizers import KNOWN
-from stable_attention.triton import projection
+from stable_attention.triton import bundles, projection
 from stable_attention.triton.descriptors import descriptors
 from stable_attention.triton.geometry import (
     align,
@@ -66,58 +66,61 @@ from stable_attention.triton.results import new_gradients
 
 @triton.jit
 def _dkdv_step(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, plane, off_q, off_do,
-    stride_qs, stride_gs, m0, n0, sq, shift, left, right,
-    unit, capped_scale, seed, batch_id, head_id, q_pos, k_pos, threshold, keep_scale,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, PAPER: tl.constexpr, TMA: tl.constexpr,
-    PLANES: tl.constexpr,
+    dk, dv, k, v, q, do, numbers, m0, mask, softmax, drop,
+    MASKED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Add the query tile that starts at m0 to (dk, dv). Scores are transposed: [BN, BM]."""
-    rows = m0 + tl.arange(0, BM)
+    """Add the query tile that starts at m0 to (dk, dv). Scores are transposed: [BN, BM].
+
+    numbers: `bundles.Rows`.
+    """
+    lse_ptr = numbers.lse_ptr + numbers.first
+    delta_ptr = numbers.delta_ptr + numbers.first
+    batch = drop.batch + drop.batch_offset
+    head = drop.head + drop.head_offset
+    sq = mask.length
+    rows = m0 + tl.arange(0, T.BM)
     # [BM, BD]
-    q = load_parts(q_ptr, off_q, m0, stride_qs, sq, BM, BD, D, MASKED, TMA)
+    q = load_parts(q.sources, q.offsets, m0, q.stride, sq, T.BM, T.BD, T.D, MASKED, T.TMA)
     # [BN, BD] @ [BD, BM] -> [BN, BM]
     s = dot_over_parts(k, q)
     if MASKED:
         lse = tl.load(lse_ptr + rows, mask=rows < sq, other=float("inf"))
     else:
         lse = tl.load(lse_ptr + rows)
-    s = soften(round_scores(s, PAPER), capped_scale, CAPPED)
-    if PLANES:
+    s = soften(round_scores(s, T.PAPER), softmax.capped_scale, T.CAPPED)
+    if T.PLANES:
         if MASKED:
-            rest = tl.load(lse_ptr + plane + rows, mask=rows < sq, other=0.0)
+            rest = tl.load(lse_ptr + numbers.plane + rows, mask=rows < sq, other=0.0)
         else:
-            rest = tl.load(lse_ptr + plane + rows)
-        p = tl.exp2((s * unit - lse_planes_to_shift(lse)[None, :]) - rest[None, :])
+            rest = tl.load(lse_ptr + numbers.plane + rows)
+        p = tl.exp2((s * softmax.unit - lse_planes_to_shift(lse)[None, :]) - rest[None, :])
     else:
-        p = tl.exp2(s * unit - lse_to_shift(lse)[None, :])
+        p = tl.exp2(s * softmax.unit - lse_to_shift(lse)[None, :])
     if MASKED:
-        cols = n0 + tl.arange(0, BN)
+        cols = mask.first + tl.arange(0, T.BN)
         ok = visible_transposed(
-            rows[None, :], cols[:, None], shift, left, right, HAS_LEFT, HAS_RIGHT
+            rows[None, :], cols[:, None], mask.shift, mask.left, mask.right, T.HAS_LEFT, T.HAS_RIGHT
         )
         p = tl.where(ok, p, 0.0)
-    do = load_parts(do_ptr, off_do, m0, stride_gs, sq, BM, BDV, DV, MASKED, TMA)
+    do = load_parts(do.sources, do.offsets, m0, do.stride, sq, T.BM, T.BDV, T.DV, MASKED, T.TMA)
     # [BN, BDV] @ [BDV, BM] -> [BN, BM]
     dp = dot_over_parts(v, do)
     p_rounded = p.to(do[0].dtype)
-    if DROPOUT:
+    if T.DROPOUT:
         keep = keep_mask(
-            seed, batch_id, head_id, q_pos + m0, k_pos + n0, threshold, BM, BN, not CHUNKED
-        )
+            drop.seed, batch, head, drop.q_pos + m0, drop.k_pos + mask.first,
+            drop.threshold, T.BM, T.BN, not T.CHUNKED,
+        )  # fmt: skip
         keep = tl.trans(keep)
         p_rounded = tl.where(keep, p_rounded, 0.0)
-        dp = tl.where(keep, dp * keep_scale, 0.0)
+        dp = tl.where(keep, dp * drop.keep_scale, 0.0)
     # [BN, BM] @ [BM, BDV] -> [BN, BDV]
     dv = add_dot_parts(p_rounded, do, dv)
     if MASKED:
         delta = tl.load(delta_ptr + rows, mask=rows < sq, other=0.0)
     else:
         delta = tl.load(delta_ptr + rows)
-    ds = score_slope(p * (dp - delta[None, :]), s, CAPPED).to(q[0].dtype)
+    ds = score_slope(p * (dp - delta[None, :]), s, T.CAPPED).to(q[0].dtype)
     # [BN, BM] @ [BM, BD] -> [BN, BD]
     dk = add_dot_parts(ds, q, dk)
     return dk, dv
@@ -150,8 +153,9 @@ def dkdv_kernel(
         return
     q_pos, k_pos, shift = align(sq, sk, b, pos_q, pos_k, pos_q_ptr, pos_k_ptr, CHUNKED, POS_PTR)
     b64 = b.to(tl.int64)
-    k_ptr = source(k_ptr, b, hk, start_k, sk, stride_kb, stride_ks, stride_kh, POINTERS)
-    v_ptr = source(v_ptr, b, hk, start_k, sk, stride_vb, stride_vs, stride_vh, POINTERS)
+    of_k = bundles.Head(b, hk, start_k, sk)
+    k_ptr = source(k_ptr, of_k, (stride_kb, stride_ks, stride_kh), POINTERS)
+    v_ptr = source(v_ptr, of_k, (stride_vb, stride_vs, stride_vh), POINTERS)
     off_q = part_offsets(stride_qs, BM, BD)
     off_do = part_offsets(stride_gs, BM, BDV)
     # [BN, BD], [BN, BDV]
@@ -161,48 +165,38 @@ def dkdv_kernel(
     dv = zero_parts(BN, BDV)
     seed = tl.load(seed_ptr) if DROPOUT else 0
     plane = heads.to(tl.int64) * tq if PLANES else 0
+    T: tl.constexpr = bundles.BackwardTraits(
+        BM, BN, BD, BDV, D, DV, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED, PAPER, TMA, PLANES
+    )
+    mask = bundles.Mask(n0, sq, shift, left, right)
+    softmax = bundles.Softmax(unit, capped_scale)
     lo, full_lo, full_hi, hi = query_range(
         n0, sq, sk, shift, left, right, BM, BN, HAS_LEFT, HAS_RIGHT
     )
     for g in range(0, GROUP):
         h = hk * GROUP + g
         h64 = h.to(tl.int64)
-        q_h = part_sources(
-            q_ptr, q_tail, b, h, start_q, sq, stride_qb, stride_qs, stride_qh, BD, TMA
-        )
-        do_h = part_sources(
-            do_ptr, do_tail, b, h, start_q, sq, stride_gb, stride_gs, stride_gh, BDV, TMA
-        )
+        of_q = bundles.Head(b, h, start_q, sq)
+        q_h = part_sources(q_ptr, q_tail, of_q, (stride_qb, stride_qs, stride_qh), BD, TMA)
+        do_h = part_sources(do_ptr, do_tail, of_q, (stride_gb, stride_gs, stride_gh), BDV, TMA)
         row = b64 * stride_lb + h64 * stride_lh + start_q
+        q = bundles.Tiles(q_h, off_q, stride_qs)
+        do = bundles.Tiles(do_h, off_do, stride_gs)
+        numbers = bundles.Rows(lse_ptr, delta_ptr, row, plane)
+        drop = bundles.Dropout(
+            seed, b, batch_offset, h, head_offset, q_pos, k_pos, threshold, keep_scale
+        )
         if HAS_LEFT or HAS_RIGHT or not EVEN:
             for t in range(0, (full_lo - lo + hi - full_hi) // BM):
                 m0 = edge_tile(t, lo, full_lo, full_hi, BM)
-                dk, dv = _dkdv_step(
-                    dk, dv, k, v, q_h, do_h, lse_ptr + row, delta_ptr + row, plane,
-                    off_q, off_do, stride_qs, stride_gs,
-                    m0, n0, sq, shift, left, right, unit, capped_scale,
-                    seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
-                    BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                    CHUNKED, PAPER, TMA, PLANES,
-                )  # fmt: skip
+                dk, dv = _dkdv_step(dk, dv, k, v, q, do, numbers, m0, mask, softmax, drop, True, T)
         for t in range(0, (full_hi - full_lo) // BM):
             m0 = full_lo + t * BM
-            dk, dv = _dkdv_step(
-                dk, dv, k, v, q_h, do_h, lse_ptr + row, delta_ptr + row, plane,
-                off_q, off_do, stride_qs, stride_gs,
-                m0, n0, sq, shift, left, right, unit, capped_scale,
-                seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
-                BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, PAPER, TMA, PLANES,
-            )  # fmt: skip
+            dk, dv = _dkdv_step(dk, dv, k, v, q, do, numbers, m0, mask, softmax, drop, False, T)
     # What is added to is read first, through pointers.
     OUT: tl.constexpr = POINTERS if ADD else TMA
-    dk_ptr = part_sources(
-        dk_ptr, dk_tail, b, hk, start_k, sk, stride_dkb, stride_dks, stride_dkh, BD, OUT
-    )
-    dv_ptr = part_sources(
-        dv_ptr, dv_tail, b, hk, start_k, sk, stride_dvb, stride_dvs, stride_dvh, BDV, OUT
-    )
+    dk_ptr = part_sources(dk_ptr, dk_tail, of_k, (stride_dkb, stride_dks, stride_dkh), BD, OUT)
+    dv_ptr = part_sources(dv_ptr, dv_tail, of_k, (stride_dvb, stride_dvs, stride_dvh), BDV, OUT)
     store_gradient(dk_ptr, dk, scale, n0, stride_dks, sk, BN, BD, D, ADD, OUT)
     store_gradient(dv_ptr, dv, keep_scale, n0, stride_dvs, sk, BN, BDV, DV, ADD, OUT)
 
@@ -238,38 +232,39 @@ def _store_part(
 
 @triton.jit
 def _dq_step(
-    dq, state, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-    n, m0, sk, shift, left, right, unit, capped_scale,
-    seed, batch_id, head_id, q_pos, k_pos, threshold, keep_scale,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, PAPER: tl.constexpr, TMA: tl.constexpr,
-    PROJECT: tl.constexpr,
+    dq, state, q, do, lse, delta, k, v, n, mask, softmax, drop,
+    MASKED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Add the key tile that starts at n to (dq, what the projection follows). lse is already a
     shift in log2 units."""
-    k = load_parts(k_ptr, off_k, n, stride_ks, sk, BN, BD, D, MASKED, TMA)
-    v = load_parts(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED, TMA)
+    batch = drop.batch + drop.batch_offset
+    head = drop.head + drop.head_offset
+    sk = mask.length
+    k = load_parts(k.sources, k.offsets, n, k.stride, sk, T.BN, T.BD, T.D, MASKED, T.TMA)
+    v = load_parts(v.sources, v.offsets, n, v.stride, sk, T.BN, T.BDV, T.DV, MASKED, T.TMA)
     # [BM, BD] @ [BD, BN] -> [BM, BN]
     s = dot_over_parts(q, k)
-    s = soften(round_scores(s, PAPER), capped_scale, CAPPED)
-    p = tl.exp2(s * unit - lse[:, None])
+    s = soften(round_scores(s, T.PAPER), softmax.capped_scale, T.CAPPED)
+    p = tl.exp2(s * softmax.unit - lse[:, None])
     if MASKED:
-        rows = m0 + tl.arange(0, BM)
-        cols = n + tl.arange(0, BN)
-        ok = visible(rows[:, None], cols[None, :], sk, shift, left, right, HAS_LEFT, HAS_RIGHT)
+        rows = mask.first + tl.arange(0, T.BM)
+        cols = n + tl.arange(0, T.BN)
+        ok = visible(
+            rows[:, None], cols[None, :], sk, mask.shift, mask.left, mask.right,
+            T.HAS_LEFT, T.HAS_RIGHT,
+        )  # fmt: skip
         p = tl.where(ok, p, 0.0)
     # [BM, BDV] @ [BDV, BN] -> [BM, BN]
     dp = dot_over_parts(do, v)
-    if DROPOUT:
+    if T.DROPOUT:
         keep = keep_mask(
-            seed, batch_id, head_id, q_pos + m0, k_pos + n, threshold, BM, BN, not CHUNKED
-        )
-        dp = tl.where(keep, dp * keep_scale, 0.0)
-    ds = score_slope(p * (dp - delta[:, None]), s, CAPPED).to(k[0].dtype)
+            drop.seed, batch, head, drop.q_pos + mask.first, drop.k_pos + n,
+            drop.threshold, T.BM, T.BN, not T.CHUNKED,
+        )  # fmt: skip
+        dp = tl.where(keep, dp * drop.keep_scale, 0.0)
+    ds = score_slope(p * (dp - delta[:, None]), s, T.CAPPED).to(k[0].dtype)
     # [BM, BN] @ [BN, BD] -> [BM, BD]
-    return add_dot_parts(ds, k, dq), projection.follow(state, ds, p, k, n, PROJECT)
+    return add_dot_parts(ds, k, dq), projection.follow(state, ds, p, k, n, T.PROJECT)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -300,17 +295,17 @@ def dq_kernel(
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
     hk = h // GROUP
-    q_ptr = source(q_ptr, b, h, start_q, sq, stride_qb, stride_qs, stride_qh, POINTERS)
-    do_ptr = source(do_ptr, b, h, start_q, sq, stride_gb, stride_gs, stride_gh, POINTERS)
+    of_q = bundles.Head(b, h, start_q, sq)
+    of_k = bundles.Head(b, hk, start_k, sk)
+    q_ptr = source(q_ptr, of_q, (stride_qb, stride_qs, stride_qh), POINTERS)
+    do_ptr = source(do_ptr, of_q, (stride_gb, stride_gs, stride_gh), POINTERS)
     row = b64 * stride_lb + h64 * stride_lh + start_q
     off_k = part_offsets(stride_ks, BN, BD)
     off_v = part_offsets(stride_vs, BN, BDV)
-    k_ptr = part_sources(
-        k_ptr, k_tail, b, hk, start_k, sk, stride_kb, stride_ks, stride_kh, BD, TMA
-    )
-    v_ptr = part_sources(
-        v_ptr, v_tail, b, hk, start_k, sk, stride_vb, stride_vs, stride_vh, BDV, TMA
-    )
+    k_ptr = part_sources(k_ptr, k_tail, of_k, (stride_kb, stride_ks, stride_kh), BD, TMA)
+    v_ptr = part_sources(v_ptr, v_tail, of_k, (stride_vb, stride_vs, stride_vh), BDV, TMA)
+    k = bundles.Tiles(k_ptr, off_k, stride_ks)
+    v = bundles.Tiles(v_ptr, off_v, stride_vs)
     # [BM, BD], [BM, BDV]
     q = read_parts(q_ptr, m0, stride_qs, sq, BM, BD, D)
     do = read_parts(do_ptr, m0, stride_gs, sq, BM, BDV, DV)
@@ -321,34 +316,33 @@ def dq_kernel(
     dq = zero_parts(BM, BD)
     state = projection.start(BM, BD, PROJECT)
     seed = tl.load(seed_ptr) if DROPOUT else 0
+    T: tl.constexpr = bundles.BackwardTraits(
+        BM, BN, BD, BDV, D, DV, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED, PAPER, TMA, PLANES,
+        PROJECT,
+    )  # fmt: skip
+    mask = bundles.Mask(m0, sk, shift, left, right)
+    softmax = bundles.Softmax(unit, capped_scale)
     lo, full_lo, full_hi, hi = key_range(
         m0, sq, sk, shift, left, right, BM, BN, HAS_LEFT, HAS_RIGHT
+    )
+    drop = bundles.Dropout(
+        seed, b, batch_offset, h, head_offset, q_pos, k_pos, threshold, keep_scale
     )
     if HAS_LEFT or HAS_RIGHT or not EVEN:
         for t in range(0, (full_lo - lo + hi - full_hi) // BN):
             n = edge_tile(t, lo, full_lo, full_hi, BN)
             dq, state = _dq_step(
-                dq, state, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-                n, m0, sk, shift, left, right, unit, capped_scale,
-                seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
-                BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, PAPER, TMA, PROJECT,
-            )  # fmt: skip
+                dq, state, q, do, lse, delta, k, v, n, mask, softmax, drop, True, T
+            )
     for t in range(0, (full_hi - full_lo) // BN):
         n = full_lo + t * BN
-        dq, state = _dq_step(
-            dq, state, q, do, lse, delta, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-            n, m0, sk, shift, left, right, unit, capped_scale,
-            seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold, keep_scale,
-            BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-            CHUNKED, PAPER, TMA, PROJECT,
-        )  # fmt: skip
+        dq, state = _dq_step(dq, state, q, do, lse, delta, k, v, n, mask, softmax, drop, False, T)
     if PROJECT and CHUNKED:
         # What is kept lies as LSE and dQ do.
-        best = source(best_ptr, b, h, start_q, sq, stride_dqb, stride_dqs, stride_dqh, POINTERS)
+        best = source(best_ptr, of_q, (stride_dqb, stride_dqs, stride_dqh), POINTERS)
         projection.carry(
             state, excess_ptr + row, top_ptr + row, best, stride_dqs, rows, rows < sq,
-            source(key_ptr, b, hk, start_k, sk, stride_kb, stride_ks, stride_kh, POINTERS),
+            source(key_ptr, of_k, (stride_kb, stride_ks, stride_kh), POINTERS),
             stride_ks, BN, BD, D,
         )  # fmt: skip
     elif PROJECT:
@@ -357,13 +351,11 @@ def dq_kernel(
         rest = tl.load(lse_ptr + plane + row + rows, mask=row_ok, other=0.0)
         dq = projection.finish(
             dq, state, rest, delta_ptr + row, plane, rows, row_ok,
-            source(key_ptr, b, hk, start_k, sk, stride_kb, stride_ks, stride_kh, POINTERS),
+            source(key_ptr, of_k, (stride_kb, stride_ks, stride_kh), POINTERS),
             stride_ks, BN, BD, D, PROJECT, TARGET,
         )  # fmt: skip
     OUT: tl.constexpr = POINTERS if ADD else TMA
-    dq_ptr = part_sources(
-        dq_ptr, dq_tail, b, h, start_q, sq, stride_dqb, stride_dqs, stride_dqh, BD, OUT
-    )
+    dq_ptr = part_sources(dq_ptr, dq_tail, of_q, (stride_dqb, stride_dqs, stride_dqh), BD, OUT)
     store_gradient(dq_ptr, dq, scale, m0, stride_dqs, sq, BM, BD, D, ADD, OUT)
 
 

@@ -1,9 +1,9 @@
 """Forward attention kernel: O (16-bit or float32), its low-order part, LSE, largest logits.
 
 Shape legend: B batch, H query heads, HK key/value heads, BM x BN tile of queries x keys,
-D / DV head dims (BD / BDV padded, see `parts`), T packed tokens.
+D / DV head dims (BD / BDV padded, see `parts`).
 q, k, v tiles, acc and part are tuples of one or two tensors along the head dim (`parts`).
-LSE is [B, H, sq], or [H, T] for packed sequences; float32, natural log. So is the LSE of the
+LSE is [B, H, sq], or [H, tq] for packed sequences; float32, natural log. So is the LSE of the
 rounded P, from which the backward makes P where O is divided by that sum.
 
 Dataflow: one program owns BM query rows of one head. It visits the tiles that touch the edge of the
@@ -42,6 +42,7 @@ from stable_attention.numerics import (
 from stable_attention.philox import keep_mask
 from stable_attention.problem import Extras, Problem
 from stable_attention.stabilizers import KNOWN, Stabilizer
+from stable_attention.triton import bundles
 from stable_attention.triton.descriptors import descriptors
 from stable_attention.triton.geometry import (
     AT_EDGE,
@@ -74,125 +75,114 @@ from stable_attention.triton.results import ForwardResult, allocate
 
 
 @triton.jit
-def _scores(
-    q, k_ptr, off_k, stride_ks, n, sk,
-    BN: tl.constexpr, BD: tl.constexpr, D: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+def _scores(q, k, n, sk, RAGGED: tl.constexpr, T: tl.constexpr):
     """Raw scores [BM, BN] of the key tile that starts at n: the product and nothing that waits."""
     # [BN, BD]
-    k = load_parts(k_ptr, off_k, n, stride_ks, sk, BN, BD, D, RAGGED, TMA)
+    k = load_parts(k.sources, k.offsets, n, k.stride, sk, T.BN, T.BD, T.D, RAGGED, T.TMA)
     # [BM, BD] @ [BD, BN] -> [BM, BN]
     return dot_over_parts(q, k)
 
 
 @triton.jit
 def _weights(
-    s, m, l, top, edge, n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
-    seed, batch_id, head_id, q_pos, k_pos, threshold,
-    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, SUM: tl.constexpr, DYNAMIC: tl.constexpr,
-    PAPER: tl.constexpr, BOUND: tl.constexpr,
+    s, m, l, top, edge, n, place, mask, softmax, drop, MASKED: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
     """Softmax step of raw scores; ``edge`` decides on the mask where MASKED is AT_EDGE.
 
+    place: batch entry and head as dropout counts them.
+
     Returns (P [BM, BN] as DTYPE, P after dropout, alpha, m, l, top).
     """
-    s = soften(round_scores(s, PAPER), capped_scale, CAPPED)
-    rows = (m0 + tl.arange(0, BM))[:, None]
-    cols = (n + tl.arange(0, BN))[None, :]
+    s = soften(round_scores(s, T.PAPER), softmax.capped_scale, T.CAPPED)
+    rows = (mask.first + tl.arange(0, T.BM))[:, None]
+    cols = (n + tl.arange(0, T.BN))[None, :]
     if MASKED == AT_EDGE:
         if edge:
-            s = hide(s, rows, cols, sk, shift, left, right, HAS_LEFT, HAS_RIGHT, -float("inf"))
+            s = _hidden(s, rows, cols, mask, T)
     elif MASKED:
-        s = hide(s, rows, cols, sk, shift, left, right, HAS_LEFT, HAS_RIGHT, -float("inf"))
+        s = _hidden(s, rows, cols, mask, T)
     p, alpha, m, l, top = softmax_step(
-        s, m, l, top, unit, beta, eps, MASKED, SUM, DYNAMIC, PAPER, BOUND
-    )
-    p = p.to(DTYPE)
+        s, m, l, top, softmax.unit, softmax.beta, softmax.eps,
+        MASKED, T.SUM, T.DYNAMIC, T.PAPER, T.BOUND,
+    )  # fmt: skip
+    p = p.to(T.DTYPE)
     weights = p
-    if DROPOUT:
+    if T.DROPOUT:
         keep = keep_mask(
-            seed, batch_id, head_id, q_pos + m0, k_pos + n, threshold, BM, BN, not CHUNKED
-        )
+            drop.seed, place[0], place[1], drop.q_pos + mask.first, drop.k_pos + n,
+            drop.threshold, T.BM, T.BN, not T.CHUNKED,
+        )  # fmt: skip
         weights = tl.where(keep, p, 0.0)
     return p, weights, alpha, m, l, top
 
 
 @triton.jit
+def _hidden(s, rows, cols, mask, T: tl.constexpr):
+    return hide(
+        s, rows, cols, mask.length, mask.shift, mask.left, mask.right,
+        T.HAS_LEFT, T.HAS_RIGHT, -float("inf"),
+    )  # fmt: skip
+
+
+@triton.jit
 def _late_step(
-    s, acc, l_acc, part, l_part, alpha, m, l, top, ones, v_ptr, off_v, stride_vs,
-    edge, n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
-    seed, batch_id, head_id, q_pos, k_pos, threshold,
-    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BDV: tl.constexpr, DV: tl.constexpr,
-    MASKED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, SUM: tl.constexpr, ROUNDED: tl.constexpr,
-    EARLY: tl.constexpr, DYNAMIC: tl.constexpr, BOUND: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    state, s, ones, v, edge, n, mask, softmax, drop, MASKED: tl.constexpr, T: tl.constexpr
+):
     """Add the product of the tile before (part, l_part), then start that of the tile at n.
 
-    l_acc [BM, 4] sums the rounded P, if ROUNDED; its columns are equal, as those of l_part are.
+    state: (m, l, l_acc, top, acc, part, l_part, alpha). l_acc [BM, 4] sums the rounded P, if
+    ROUNDED; its columns are equal, as those of l_part are.
     """
+    place = drop.batch + drop.batch_offset, drop.head + drop.head_offset
+    m, l, l_acc, top, acc, part, l_part, alpha = state
     acc = add_late_parts(acc, part, alpha)
-    if ROUNDED:
+    if T.ROUNDED:
         l_acc = add_late_sum(l_acc, l_part, alpha)
     p, weights, alpha, m, l, top = _weights(
-        s, m, l, top, edge, n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
-        seed, batch_id, head_id, q_pos, k_pos, threshold,
-        DTYPE, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
-        SUM, DYNAMIC, False, BOUND,
-    )  # fmt: skip
-    if EARLY:
-        if SUM:
+        s, m, l, top, edge, n, place, mask, softmax, drop, MASKED, T
+    )
+    if T.EARLY:
+        if T.SUM:
             l = pinned(l)
-        if ROUNDED:
+        if T.ROUNDED:
             l_part = pinned(tl.dot(p, ones))
-    v = load_parts(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, False, TMA)
+    v = load_parts(v.sources, v.offsets, n, v.stride, mask.length, T.BN, T.BDV, T.DV, False, T.TMA)
     part = dot_parts(weights, v)
-    if ROUNDED and not EARLY:
+    if T.ROUNDED and not T.EARLY:
         l_part = tl.dot(p, ones)
-    return acc, l_acc, part, l_part, alpha, m, l, top
+    return m, l, l_acc, top, acc, part, l_part, alpha
 
 
 @triton.jit
 def _forward_step(
-    acc, m, l, l_acc, top, q, ones, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-    n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
-    seed, batch_id, head_id, q_pos, k_pos, threshold,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, SUM: tl.constexpr, ROUNDED: tl.constexpr,
-    EARLY: tl.constexpr, DYNAMIC: tl.constexpr, PAPER: tl.constexpr, BOUND: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
-    """Fold the key tile that starts at n into (acc, m, l, l_acc).
+    state, q, ones, k, v, n, mask, softmax, drop, MASKED: tl.constexpr, T: tl.constexpr
+):
+    """Fold the key tile that starts at n into state: (m, l, l_acc, top, acc).
 
     l_acc [BM, ONES] sums the rounded P, if ROUNDED; all its columns are equal.
     """
-    s = _scores(q, k_ptr, off_k, stride_ks, n, sk, BN, BD, D, MASKED, TMA)
+    place = drop.batch + drop.batch_offset, drop.head + drop.head_offset
+    m, l, l_acc, top, acc = state
+    s = _scores(q, k, n, mask.length, MASKED, T)
     p, weights, alpha, m, l, top = _weights(
-        s, m, l, top, True, n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
-        seed, batch_id, head_id, q_pos, k_pos, threshold,
-        q[0].dtype, BM, BN, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
-        SUM, DYNAMIC, PAPER, BOUND,
-    )  # fmt: skip
-    if EARLY:
-        if SUM:
+        s, m, l, top, True, n, place, mask, softmax, drop, MASKED, T
+    )
+    if T.EARLY:
+        if T.SUM:
             l = pinned(l)
-        if ROUNDED:
+        if T.ROUNDED:
             l_acc = pinned(accumulate(l_acc, alpha, p, ones, False))
         acc = rescale_parts(acc, alpha)
     # [BN, BDV]
-    v = load_parts(v_ptr, off_v, n, stride_vs, sk, BN, BDV, DV, MASKED, TMA)
+    v = load_parts(v.sources, v.offsets, n, v.stride, mask.length, T.BN, T.BDV, T.DV, MASKED, T.TMA)
     # [BM, BN] @ [BN, BDV] -> [BM, BDV]
-    acc = (
-        add_dot_parts(weights, v, acc) if EARLY else accumulate_parts(acc, alpha, weights, v, PAPER)
-    )
-    if ROUNDED and not EARLY:
+    if T.EARLY:
+        acc = add_dot_parts(weights, v, acc)
+    else:
+        acc = accumulate_parts(acc, alpha, weights, v, T.PAPER)
+    if T.ROUNDED and not T.EARLY:
         l_acc = accumulate(l_acc, alpha, p, ones, False)
-    return acc, m, l, l_acc, top
+    return m, l, l_acc, top, acc
 
 
 @triton.jit
@@ -248,20 +238,16 @@ def forward_kernel(
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
     hk = h // GROUP
-    q_ptr = part_sources(
-        q_ptr, q_tail, b, h, start_q, sq, stride_qb, stride_qs, stride_qh, BD, Q_TMA
-    )
+    of_q = bundles.Head(b, h, start_q, sq)
+    of_k = bundles.Head(b, hk, start_k, sk)
+    q_ptr = part_sources(q_ptr, q_tail, of_q, (stride_qb, stride_qs, stride_qh), BD, Q_TMA)
     row = b64 * stride_lb + h64 * stride_lh + start_q
 
     off_q = part_offsets(stride_qs, BM, BD)
-    k_ptr = part_sources(
-        k_ptr, k_tail, b, hk, start_k, sk, stride_kb, stride_ks, stride_kh, BD, TMA
-    )
-    v_ptr = part_sources(
-        v_ptr, v_tail, b, hk, start_k, sk, stride_vb, stride_vs, stride_vh, BDV, TMA
-    )
-    off_k = part_offsets(stride_ks, BN, BD)
-    off_v = part_offsets(stride_vs, BN, BDV)
+    k_ptr = part_sources(k_ptr, k_tail, of_k, (stride_kb, stride_ks, stride_kh), BD, TMA)
+    v_ptr = part_sources(v_ptr, v_tail, of_k, (stride_vb, stride_vs, stride_vh), BDV, TMA)
+    k = bundles.Tiles(k_ptr, part_offsets(stride_ks, BN, BD), stride_ks)
+    v = bundles.Tiles(v_ptr, part_offsets(stride_vs, BN, BDV), stride_vs)
     # [BM, BD]
     q = load_parts(q_ptr, off_q, m0, stride_qs, sq, BM, BD, D, True, Q_TMA)
     m = tl.full([BM], -float("inf"), tl.float32)
@@ -271,7 +257,16 @@ def forward_kernel(
     ones = tl.full([BN, ONES], 1.0, tl.float32).to(q[0].dtype)
     top = m
     acc = zero_parts(BM, BDV)
+    T: tl.constexpr = bundles.ForwardTraits(
+        q[0].dtype, BM, BN, BD, BDV, D, DV, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED,
+        SUM, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
+    )  # fmt: skip
     seed = tl.load(seed_ptr) if DROPOUT else 0
+    mask = bundles.Mask(m0, sk, shift, left, right)
+    softmax = bundles.Softmax(unit, capped_scale, beta, eps)
+    drop = bundles.Dropout(
+        seed, b, batch_offset, h, head_offset, q_pos, k_pos, threshold, keep_scale
+    )
 
     lo, full_lo, full_hi, hi = key_range(
         m0, sq, sk, shift, left, right, BM, BN, HAS_LEFT, HAS_RIGHT
@@ -287,13 +282,9 @@ def forward_kernel(
     if EDGES and not ONE_LOOP:
         for t in range(0, (full_lo - lo + hi - full_hi) // BN):
             n = edge_tile(t, lo, full_lo, full_hi, BN)
-            acc, m, l, l_acc, top = _forward_step(
-                acc, m, l, l_acc, top, q, ones, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-                n, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
-                seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
-                BM, BN, BD, BDV, D, DV, True, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, SUM, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
-            )  # fmt: skip
+            m, l, l_acc, top, acc = _forward_step(
+                (m, l, l_acc, top, acc), q, ones, k, v, n, mask, softmax, drop, True, T
+            )
     # Masked tiles may leave rows without a key (m = -inf); an unmasked tile ends that.
     if SEGMENT == BN:
         # The product of a tile joins an iteration later, in float32: a fused multiply-add where an
@@ -305,26 +296,19 @@ def forward_kernel(
         alpha = tl.full([BM], 1.0, tl.float32)
         for t in range(0, (end - begin) // BN):
             n = end - BN - t * BN if REVERSE else begin + t * BN
-            s = _scores(q, k_ptr, off_k, stride_ks, n, sk, BN, BD, D, False, TMA)
-            acc, l_acc, part, l_part, alpha, m, l, top = _late_step(
-                s, acc, l_acc, part, l_part, alpha, m, l, top, ones, v_ptr, off_v,
-                stride_vs, (n < full_lo) | (n >= full_hi), n, m0, sk, shift, left, right,
-                unit, capped_scale, beta, eps,
-                seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
-                q[0].dtype, BM, BN, BDV, DV, MASKED, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, SUM, ROUNDED, EARLY, DYNAMIC, BOUND, TMA,
+            s = _scores(q, k, n, sk, False, T)
+            m, l, l_acc, top, acc, part, l_part, alpha = _late_step(
+                (m, l, l_acc, top, acc, part, l_part, alpha), s, ones, v,
+                (n < full_lo) | (n >= full_hi), n, mask, softmax, drop, MASKED, T,
             )  # fmt: skip
         acc = add_late_parts(acc, part, alpha)
         l_acc = add_late_sum(l_acc, l_part, alpha)
     elif SEGMENT == 0:
         for t in range(0, (full_hi - full_lo) // BN):
-            acc, m, l, l_acc, top = _forward_step(
-                acc, m, l, l_acc, top, q, ones, k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-                full_lo + t * BN, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
-                seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
-                BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                CHUNKED, SUM, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
-            )  # fmt: skip
+            n = full_lo + t * BN
+            m, l, l_acc, top, acc = _forward_step(
+                (m, l, l_acc, top, acc), q, ones, k, v, n, mask, softmax, drop, False, T
+            )
     else:
         for g in range(0, tl.cdiv(full_hi - full_lo, SEGMENT)):
             n0 = full_lo + g * SEGMENT
@@ -332,14 +316,10 @@ def forward_kernel(
             part = zero_parts(BM, BDV)
             l_part = tl.zeros([BM, ONES], tl.float32)
             for t in range(0, tl.minimum(SEGMENT, full_hi - n0) // BN):
-                part, m, l, l_part, top = _forward_step(
-                    part, m, l, l_part, top, q, ones,
-                    k_ptr, v_ptr, off_k, off_v, stride_ks, stride_vs,
-                    n0 + t * BN, m0, sk, shift, left, right, unit, capped_scale, beta, eps,
-                    seed, b + batch_offset, h + head_offset, q_pos, k_pos, threshold,
-                    BM, BN, BD, BDV, D, DV, False, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT,
-                    CHUNKED, SUM, ROUNDED, EARLY, DYNAMIC, PAPER, BOUND, TMA,
-                )  # fmt: skip
+                n = n0 + t * BN
+                m, l, l_part, top, part = _forward_step(
+                    (m, l, l_part, top, part), q, ones, k, v, n, mask, softmax, drop, False, T
+                )
             acc = add_segment_parts(acc, part, m_before, m)
             l_acc = add_segment(l_acc, l_part, m_before, m)
 
@@ -365,13 +345,10 @@ def forward_kernel(
         else:
             tl.store(row_ptr + row + rows, log_sum_exp(m, l_rounded), mask=row_ok)
     acc = scale_parts(acc, inverse(l_rounded) * keep_scale)
-    o_ptr = part_sources(
-        o_ptr, o_tail, b, h, start_q, sq, stride_ob, stride_os, stride_oh, BDV, TMA
-    )
+    steps_o = (stride_ob, stride_os, stride_oh)
+    o_ptr = part_sources(o_ptr, o_tail, of_q, steps_o, BDV, TMA)
     if HAS_LOW:
-        low_ptr = part_sources(
-            low_ptr, low_tail, b, h, start_q, sq, stride_ob, stride_os, stride_oh, BDV, TMA
-        )
+        low_ptr = part_sources(low_ptr, low_tail, of_q, steps_o, BDV, TMA)
     else:
         low_ptr = (None, None)
     C1: tl.constexpr = first_part(BDV)

@@ -21,11 +21,13 @@ def tile_offsets(stride, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def source(ptr, b, h, start, rows, stride_b, stride_s, stride_h, TMA: tl.constexpr):
-    """Where `load_tile` and `store_tile` find a sequence's head: pointer, or descriptor and place.
+def source(ptr, head, strides, TMA: tl.constexpr):
+    """Where `load_tile` and `store_tile` find a `bundles.Head`: pointer, or descriptor and place.
 
-    ``start`` and ``rows`` are the sequence's first token and length (`geometry.locate`).
+    strides: from one batch entry, token and head to the next.
     """
+    b, h, start, rows = head
+    stride_b, stride_s, stride_h = strides
     if TMA == FLAT:
         return (ptr, (b * stride_b + h * stride_h).to(tl.int32))
     elif TMA == FLAT_PACKED:

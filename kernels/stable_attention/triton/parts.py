@@ -31,18 +31,16 @@ def part_offsets(stride, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def part_sources(
-    ptr, tail, b, h, start, rows, stride_b, stride_s, stride_h, C: tl.constexpr, TMA: tl.constexpr
-):
+def part_sources(ptr, tail, head, strides, C: tl.constexpr, TMA: tl.constexpr):
     """What `load_parts` reads from; ``tail`` is the second part's descriptor, if it has one."""
-    head = source(ptr, b, h, start, rows, stride_b, stride_s, stride_h, TMA)
+    first = source(ptr, head, strides, TMA)
     C1: tl.constexpr = first_part(C)
     if C == C1:
-        return (head,)
+        return (first,)
     elif TMA:
-        return (head, source(tail, b, h, start, rows, stride_b, stride_s, stride_h, TMA))
+        return (first, source(tail, head, strides, TMA))
     else:
-        return (head, head)
+        return (first, first)
 
 
 @triton.jit
