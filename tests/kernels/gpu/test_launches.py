@@ -53,7 +53,8 @@ def test_the_same_bits_as_through_triton(case: Case, kept: list[object]) -> None
     run_ours(case, between, poison=False)
     assert not kept
     got = run_ours(case, make_inputs(case, DEVICE), poison=False).named()
-    assert len(kept) == 4, "forward, preprocess, dK and dV, dQ"
+    wide = launched_on_hopper() and case.dv == 128
+    assert len(kept) == 4 + wide, "forward, preprocess, rows on Hopper, dK and dV, dQ"
     assert got.keys() == want.keys()
     different = [name for name, x in want.items() if not torch.equal(x, got[name])]
     assert not different, case.repro()
