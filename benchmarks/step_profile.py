@@ -28,7 +28,10 @@ from typing import Any
 import machine
 
 PARTS: tuple[tuple[str, str], ...] = (
-    ("attention", r"^(forward|dq|dkdv|preprocess)_kernel|attention|flash|fmha|cudnn.*sdpa"),
+    (
+        "attention",
+        r"^(forward|backward|dq|dkdv|preprocess|rows|sum|places)_kernel|attention|flash|fmha|sdpa",
+    ),
     ("matrix products", r"gemm|cutlass|nvjet|cublas|splitK|_mm_"),
     ("optimizer", r"adam|multi_tensor|foreach|lpnorm|l2norm"),
     ("norms, compiled", r"^triton_.*norm"),

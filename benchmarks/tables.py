@@ -62,7 +62,7 @@ WRONG = 0.05
 """Relative RMS error from which an output is not that of attention."""
 SHOWN_TOKENS = (8192, 32768, 524288, 131072)
 """Lengths of the table of context parallelism; the last one also on fewer GPUs than all."""
-SMALL_MS = 1.5
+SMALL_MS = 16.0
 """Kinds of kernels below this are one row of a step's profile."""
 KINDS = {"PP": "pipeline", "EP": "experts", "CP": "context", "TP": "tensor", "DP": "data"}
 """Axis -> column of the planned memory; a layout of several axes counts in the first."""
@@ -380,7 +380,9 @@ def step_parts(parts: Parts) -> Table:
     profiles = list(parts.values())
     most = {k: max(p["parts_ms"].get(k, 0.0) for p in profiles) for p in profiles
             for k in p["parts_ms"]}  # fmt: skip
-    large = sorted((k for k, ms in most.items() if ms >= SMALL_MS), key=lambda k: -most[k])
+    large = sorted(
+        (k for k, ms in most.items() if ms >= SMALL_MS and k != "other"), key=lambda k: -most[k]
+    )
     rows = [[kind, *(f"{p['parts_ms'].get(kind, 0.0):.1f}" for p in profiles)] for kind in large]
     rest = [sum(ms for k, ms in p["parts_ms"].items() if k not in large) for p in profiles]
     idle = [p["step_ms"] - p["busy_ms"] for p in profiles]

@@ -27,7 +27,7 @@ from stable_attention.triton.preprocess import preprocess
 arch, few, rows = sys.argv[1], "few" in sys.argv, []
 tiles = (
     (64, 64, -1, "compensated", 0.0), (128, 128, 0, "compensated", 0.0), (256, 256, 0, "none", 0.0),
-    (96, 96, 0, "compensated", 0.0), (192, 128, 0, "compensated", 0.0),
+    (192, 128, 0, "compensated", 0.0), (96, 96, 0, "compensated", 0.0),
     (160, 160, -1, "compensated", 0.0), (256, 256, 0, "compensated", 0.1),
     (64, 64, -1, "projected", 0.0), (128, 128, 0, "compensated_projected", 0.0),
 )
@@ -67,7 +67,7 @@ MAX_SPILLS = {
 ELSEWHERE = 1000
 # Of a persistent Gluon kernel, outside its loops for the most part; and what ptxas says of it,
 # and of row sums of dS, without harm: that it lets one product start where another may still run.
-PERSISTENT, HARMLESS = 900, "C7519"
+PERSISTENT, HARMLESS = {"key_gradients_kernel": 0, "query_kernel": 1200}, "C7519"
 # The generator of dropout's mask takes registers of its own.
 WITH_DROPOUT = 2000
 # Two float32 accumulators, an int32 product beside them. Tiles that spill less are slower (H200).
@@ -93,16 +93,16 @@ def test_shipped_tiles_compile_and_fit(arch, which, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
-    counts = {"few": 15, "all": 43} if arch != "sm90" else {"few": 20, "all": 56}
+    counts = {"few": 15, "all": 43} if arch != "sm90" else {"few": 23, "all": 62}
     assert len(rows) == counts[which]
     for row in rows:
         assert row["shared"] <= row["limit"], row
         spills = MAX_SPILLS[arch].get(row["d"], ELSEWHERE)
         if row["gluon"]:
-            spills = PERSISTENT
+            spills = PERSISTENT.get(row["kernel"], 900)
         row["warnings"] = [x for x in row["warnings"] if HARMLESS not in x]
         assert row["spills"] <= (WITH_DROPOUT if row["dropout"] else spills), row
-        if arch == "sm90" and row["d"] < 256:
+        if arch == "sm90" and (row["d"] < 256 or row["gluon"]):
             assert not row["warnings"], row
 
 
@@ -166,24 +166,27 @@ whole = dict(window_left=1023)
 chunks = dict(chunked=True, pos_q=2048, pos_k=1500)
 dropped = dict(dropout_p=0.1)
 cases = ((128, "thd", 1, whole), (64, "bshd", 8, whole), (128, "bshd", 8, dict(softcap=30.0)),
+         (256, "thd", 1, whole), (256, "bshd", 8, whole), (192, "thd", 2, whole),
          (64, "bshd", 8, chunks), (128, "bshd", 2, chunks),
          (64, "bshd", 2, dropped), (128, "bshd", 8, dropped))
 for d, layout, kv_heads, options in cases:
-    p = Problem(layout=layout, dtype=torch.bfloat16, batch=2, sq=2048, sk=2048, heads=8, d=d, dv=d,
+    dv = 128 if d == 192 else d
+    p = Problem(layout=layout, dtype=torch.bfloat16, batch=2, sq=2048, sk=2048, heads=8, d=d, dv=dv,
                 kv_heads=kv_heads, tq=4096, tk=4096, scale=d**-0.5,
                 window_right=0, **options)
     packed = layout == "thd"
     tokens = (4096,) if packed else (2, 2048)
-    q, k = (torch.empty(*tokens, h, d, dtype=p.dtype, device="meta") for h in (8, kv_heads))
+    q, k, v, g = (torch.empty(*tokens, h, n, dtype=p.dtype, device="meta")
+                  for h, n in ((8, d), (kv_heads, d), (kv_heads, dv), (8, dv)))
     cu = torch.empty(3, dtype=torch.int32, device="meta") if packed else None
     lse = torch.empty(*((8, 4096) if packed else (2, 8, 2048)), device="meta")
     extras = Extras(cu_q=cu, cu_k=cu, seed=torch.empty((), dtype=torch.int64, device="meta"))
     partial = torch.float32 if p.chunked else None
-    sums = [torch.empty(x.shape, device="meta") for x in (q, k, k)] if p.chunked else None
+    sums = [torch.empty(x.shape, device="meta") for x in (q, k, v)] if p.chunked else None
     with aot.capture("sm90") as launches:
         if not p.dropout_p:
-            hopper.forward(p, q, k, k, extras=extras, out_dtype=partial, with_lse=False)
-        hopper.backward(p, q, q, k, k, lse=lse, delta=lse, extras=extras, accumulators=sums)
+            hopper.forward(p, q, k, v, extras=extras, out_dtype=partial, with_lse=False)
+        hopper.backward(p, g, q, k, v, lse=lse, delta=lse, extras=extras, accumulators=sums)
     for x in (aot.compile_launch(launch, "sm90") for launch in launches):
         rows.append(dict(kernel=x.name, spills=x.spill_bytes, shared=x.shared, warnings=x.warnings))
 print(json.dumps(rows))

@@ -351,7 +351,7 @@ def _writer(sum_desc, turns, smem, items, W: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _new_barriers(COUNT: gl.constexpr, SLOTS: gl.constexpr):
+def new_barriers(COUNT: gl.constexpr, SLOTS: gl.constexpr):
     """A barrier for each slot, which COUNT arrivals complete."""
     barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -362,13 +362,13 @@ def _new_barriers(COUNT: gl.constexpr, SLOTS: gl.constexpr):
 @gluon.jit
 def _ring(slots, FULL: gl.constexpr, EMPTY: gl.constexpr):
     """PAIR slots, which FULL and EMPTY arrivals make so."""
-    return bundles.Ring(slots, _new_barriers(FULL, PAIR), _new_barriers(EMPTY, PAIR))
+    return bundles.Ring(slots, new_barriers(FULL, PAIR), new_barriers(EMPTY, PAIR))
 
 
 @gluon.jit
 def _one_slot(tile):
     """The same of a tile that the producer copies for both consumers."""
-    return bundles.Ring(tile, _new_barriers(1, 1).index(0), _new_barriers(2, 1).index(0))
+    return bundles.Ring(tile, new_barriers(1, 1).index(0), new_barriers(2, 1).index(0))
 
 
 @gluon.jit
@@ -391,7 +391,7 @@ def _new_memory(inputs, sum_desc, T: gl.constexpr):
     return bundles.BackwardMemory(
         item=_ring(item_s, 1, 4), k=_one_slot(k_s), v=_one_slot(v_s), q=_ring(q_s, 1, 2),
         do=_ring(do_s, 1, 2), ds=_ring(ds_s, 2, 2),
-        dq=bundles.Ring(dq_s, _new_barriers(2, PAIR), _new_barriers(1, 1).index(0)),
+        dq=bundles.Ring(dq_s, new_barriers(2, PAIR), new_barriers(1, 1).index(0)),
         shift=shift_s, delta=delta_s, out=out_s,
     )  # fmt: skip
 
@@ -452,4 +452,4 @@ def backward_kernel(
     )
 
 
-__all__ = ["backward_kernel"]
+__all__ = ["backward_kernel", "new_barriers"]

@@ -63,7 +63,7 @@ TURN = gl.constexpr(5)
 
 
 @gluon.jit
-def _announced(item_s, tile, Q_SLOTS: gl.constexpr, one: gl.constexpr):
+def announced(item_s, tile, Q_SLOTS: gl.constexpr, one: gl.constexpr):
     """(head counted over the batch or -1, tile, batch entry, head within it) of an item, of which
     this program has had ``tile`` before."""
     first = (tile & (ITEMS // Q_SLOTS - 1)) * ITEM
@@ -87,7 +87,7 @@ def _tile(t, items, W: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _operand(q_s, place, PARTS: gl.constexpr, IN_REGISTERS: gl.constexpr, LAYOUT: gl.constexpr):
+def operand(q_s, place, PARTS: gl.constexpr, IN_REGISTERS: gl.constexpr, LAYOUT: gl.constexpr):
     """A consumer's queries, or their first columns, as the left side of a product."""
     if IN_REGISTERS:
         return q_s.index(place * PARTS).load(LAYOUT)
@@ -96,7 +96,7 @@ def _operand(q_s, place, PARTS: gl.constexpr, IN_REGISTERS: gl.constexpr, LAYOUT
 
 
 @gluon.jit
-def _scores(q, q_s, place, k_s, k, zero, PARTS: gl.constexpr):
+def scores(q, q_s, place, k_s, k, zero, PARTS: gl.constexpr):
     """Start a block's scores [64, N], of its first N keys; head dims in PARTS of their columns."""
     N: gl.constexpr = zero.shape[1]
     keys = k_s.index(k * PARTS).slice(0, N)
@@ -113,7 +113,7 @@ def _first_scores(q, q_s, place, k_s, k, BN: gl.constexpr, PARTS: gl.constexpr, 
     """Start the scores of the block that starts a row, or of its first 64 keys."""
     N: gl.constexpr = 64 if HALF else BN
     zero = gl.zeros([64, N], gl.float32, product_layout(N))
-    return _scores(q, q_s, place, k_s, k, zero, PARTS)
+    return scores(q, q_s, place, k_s, k, zero, PARTS)
 
 
 @gluon.jit
@@ -182,11 +182,11 @@ def forward_consumer(outputs, smem, items, softmax, W: gl.constexpr, T: gl.const
     if W == 1:
         arrive_named(TURN, "256")
     mbarrier.wait(q_full.index(0), 0)
-    head, t, _, _ = _announced(item_s, 0, T.Q_SLOTS, one)
+    head, t, _, _ = announced(item_s, 0, T.Q_SLOTS, one)
     if T.PACKED:
         t = gl.where(head >= 0, t, 0)
     m, blocks, to_right, to_left, end = _tile(t, items, W, T)
-    q = _operand(q_s, W, T.PARTS, T.Q_IN_REGISTERS, Q_L)
+    q = operand(q_s, W, T.PARTS, T.Q_IN_REGISTERS, Q_L)
     # Of packed sequences there may be fewer tiles than programs.
     mbarrier.wait(k_full.index(k), k_parity, pred=head >= 0)
     sync_named(TURN + W, "256", 4)
@@ -225,10 +225,10 @@ def forward_consumer(outputs, smem, items, softmax, W: gl.constexpr, T: gl.const
                     mbarrier.wait(k_full.index(k), k_parity)
                 sync_named(TURN + W, "256", 4)
                 if not T.Q_IN_REGISTERS:
-                    q = _operand(
+                    q = operand(
                         q_s, (tiles & (T.Q_SLOTS - 1)) * 2 + W, T.PARTS, T.Q_IN_REGISTERS, Q_L
                     )
-                s_made = _scores(q, q_s, (tiles & (T.Q_SLOTS - 1)) * 2 + W, k_s, k, zero_s, T.PARTS)
+                s_made = scores(q, q_s, (tiles & (T.Q_SLOTS - 1)) * 2 + W, k_s, k, zero_s, T.PARTS)
                 mbarrier.wait(v_full.index(v), v_parity)
                 if T.ROUNDED:
                     l_made = add_rounded_sum(p_rounded, smem.ones, l_rounded, i > 0, PE_L)
@@ -294,12 +294,12 @@ def forward_consumer(outputs, smem, items, softmax, W: gl.constexpr, T: gl.const
         tiles += 1
         of_q = tiles & (T.Q_SLOTS - 1)
         mbarrier.wait(q_full.index(of_q), (tiles >> (T.Q_SLOTS - 1)) & 1)
-        next_head, next_t, _, _ = _announced(item_s, tiles, T.Q_SLOTS, one)
+        next_head, next_t, _, _ = announced(item_s, tiles, T.Q_SLOTS, one)
         more = next_head >= 0
         if T.PACKED:
             next_t = gl.where(more, next_t, 0)
         next_m, next_blocks, to_right, to_left, end = _tile(next_t, items, W, T)
-        q = _operand(q_s, of_q * 2 + W, T.PARTS, T.Q_IN_REGISTERS, Q_L)
+        q = operand(q_s, of_q * 2 + W, T.PARTS, T.Q_IN_REGISTERS, Q_L)
         mbarrier.wait(k_full.index(k), k_parity, pred=more)
         sync_named(TURN + W, "256", 4)
         first_made = _first_scores(q, q_s, of_q * 2 + W, k_s, k, T.BN, T.PARTS, HALF)
@@ -341,7 +341,7 @@ def forward_consumer(outputs, smem, items, softmax, W: gl.constexpr, T: gl.const
             l = gl.convert_layout(part, RO)
         row = m * TILE + W * 64
         rows = row + gl.arange(0, 64, RO)
-        _, t, b, h = _announced(item_s, tiles - 1, T.Q_SLOTS, one)
+        _, t, b, h = announced(item_s, tiles - 1, T.Q_SLOTS, one)
         start = 0
         length = items.sq
         if T.PACKED:
@@ -389,4 +389,4 @@ def forward_consumer(outputs, smem, items, softmax, W: gl.constexpr, T: gl.const
     tma.store_wait(0)
 
 
-__all__ = ["forward_consumer"]
+__all__ = ["TURN", "announced", "forward_consumer", "operand", "scores"]

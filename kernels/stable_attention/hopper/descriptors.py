@@ -101,6 +101,18 @@ def described(
     return TensorDescriptor(x, shape, steps, block, layout)
 
 
+def of_rows(x: torch.Tensor) -> TensorDescriptor:
+    """Numbers of the rows of query tiles [tiles, BM]."""
+    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [1, x.shape[1]], ROW)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132  # an H100 that is not there: the launch is only compiled (`aot`)
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def shared_counter(device: torch.device) -> torch.Tensor:
     """A counter of items, 0; the forward kernel leaves it as it was.
 
@@ -120,4 +132,14 @@ _counters: dict[tuple[int | None, int], torch.Tensor] = {}
 """By device and stream."""
 
 
-__all__ = ["ROW", "described", "entries", "narrow", "room", "shared_counter", "steps", "tiled"]
+__all__ = [
+    "described",
+    "entries",
+    "narrow",
+    "of_rows",
+    "processors",
+    "room",
+    "shared_counter",
+    "steps",
+    "tiled",
+]

@@ -13,21 +13,22 @@ from typing import Any
 
 import torch
 import triton
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from stable_attention import configs
 from stable_attention.hopper.backward import backward_kernel
 from stable_attention.hopper.descriptors import (
-    ROW,
     described,
     entries,
     narrow,
+    of_rows,
+    processors,
     room,
     shared_counter,
     steps,
     tiled,
 )
 from stable_attention.hopper.forward import forward_kernel
+from stable_attention.hopper.key_gradients import key_gradients_kernel
 from stable_attention.hopper.plan import (
     FAR,
     Plan,
@@ -39,9 +40,11 @@ from stable_attention.hopper.plan import (
     reach,
     units,
 )
+from stable_attention.hopper.query_gradient import query_kernel
 from stable_attention.hopper.rows import places_kernel, rows_kernel, sum_kernel
 from stable_attention.hopper.shapes import FORWARD, TILES, width
 from stable_attention.hopper.tiles import FIELDS, TILE
+from stable_attention.hopper.wide import key_arguments, query_arguments
 from stable_attention.layouts import strides
 from stable_attention.problem import Extras, Problem
 from stable_attention.stabilizers import KNOWN
@@ -212,9 +215,9 @@ def _launch(
     bm, bn = TILES[problem.d]
     tiles = plan.entries * problem.heads * plan.backward_tiles
     new = functools.partial(torch.empty, device=q.device)
-    sums = new((tiles * bm, problem.d), dtype=torch.float32)
+    wide = problem.d > 128
     shift, padded = new((2, tiles, bm), dtype=torch.float32).unbind()
-    turns = new(tiles, dtype=torch.int32)
+    turns = None if wide else new(tiles, dtype=torch.int32)
     counter, places = _places(plan, extras, q.device, backward=True)
     of_queries, of_keys = (None, None) if places is None else places.unbind()
     launch(
@@ -224,6 +227,24 @@ def _launch(
         functools.partial(_rows_arguments, plan),
         own=5,
     )
+    if wide:
+        launch(
+            key_gradients_kernel,
+            (plan,),
+            (q, k, v, dout, dk, dv, shift, padded, counter, of_keys),
+            functools.partial(key_arguments, plan),
+            own=4,
+        )
+        counter, places = _places(plan, extras, q.device, backward=False)
+        launch(
+            query_kernel,
+            (plan,),
+            (q, k, v, dout, dq, lse, delta, counter, places),
+            functools.partial(query_arguments, plan),
+            own=2,
+        )
+        return
+    sums = new((tiles * bm, problem.d), dtype=torch.float32)
     partial = None
     if parts > 1 or add:
         rows = plan.entries * problem.kv_heads * parts * key_tiles * bn
@@ -335,7 +356,7 @@ def _forward_arguments(
         # A consumer gets 240 of them: what the kernel starts with leaves these to it.
         "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
-    return (min(heads * query_tiles, _processors(q.device)),), positional, named
+    return (min(heads * query_tiles, processors(q.device)),), positional, named
 
 
 def _backward_arguments(
@@ -359,7 +380,7 @@ def _backward_arguments(
     (bounds, masked), (unit, steepness) = mask(problem), units(problem)
     positional = (
         *(tiled(x, layout, rows) for x, rows in ((q, bm), (k, bn), (v, bn), (dout, bm))),
-        _of_rows(shift), _of_rows(delta),
+        of_rows(shift), of_rows(delta),
         *(None if x is None else tiled(x, layout, 64) for x in (dk, dv)),
         described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
         *small, seed,
@@ -380,19 +401,7 @@ def _backward_arguments(
         # Of a consumer; what the kernel starts with leaves these to it.
         "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
-    return (min(heads * key_tiles, _processors(q.device)),), positional, named
-
-
-def _of_rows(x: torch.Tensor) -> TensorDescriptor:
-    """Numbers of the rows of query tiles [tiles, BM]."""
-    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [1, x.shape[1]], ROW)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132  # an H100 that is not there: the launch is only compiled (`aot`)
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return (min(heads * key_tiles, processors(q.device)),), positional, named
 
 
 __all__ = ["backward", "forward"]

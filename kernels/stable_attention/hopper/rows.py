@@ -108,7 +108,8 @@ def rows_kernel(
     place = tile.to(tl.int64) * BM + tl.arange(0, BM)
     tl.store(shift_ptr + place, lse_to_shift(lse))
     tl.store(padded_ptr + place, delta)
-    tl.store(turns_ptr + tile, 0)
+    if turns_ptr is not None:
+        tl.store(turns_ptr + tile, 0)
     if tile == 0 and not PACKED:
         tl.store(counter_ptr, 0)
 

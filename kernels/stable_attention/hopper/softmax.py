@@ -148,25 +148,27 @@ def opaque_zeros(like):
 
 @gluon.jit
 def _by_thread(x):
-    """[64, 64] of a product as [32, 128]: register by thread."""
+    """[64, N] of a product as [N / 2, 128]: register by thread."""
     # Row: warp, half of the lane's two rows, lane // 4. Column: eighth, lane % 4, neighbour.
-    y = gl.permute(gl.reshape(x, [4, 2, 8, 8, 4, 2]), (3, 1, 5, 0, 2, 4))
-    return gl.reshape(y, [32, 128])
+    N: gl.constexpr = x.shape[1]
+    y = gl.permute(gl.reshape(x, [4, 2, 8, N // 8, 4, 2]), (3, 1, 5, 0, 2, 4))
+    return gl.reshape(y, [N // 2, 128])
 
 
 @gluon.jit
 def put_away(place, x):
-    """Leave [64, 64] of a product where each thread finds its own again, in 16 KiB of shared
+    """Leave [64, N] of a product where each thread finds its own again, in 256 N bytes of shared
     memory; nobody waits for anybody."""
     place.store(_by_thread(x))
 
 
 @gluon.jit
 def fetched(place, LIKE: gl.constexpr):
-    """What `put_away` left, in the layout LIKE of a [64, 64]."""
-    spread: gl.constexpr = _by_thread(gl.zeros([64, 64], gl.float32, LIKE)).type.layout
-    y = gl.permute(gl.reshape(place.load(spread), [8, 2, 2, 4, 8, 4]), (3, 1, 4, 0, 5, 2))
-    return gl.convert_layout(gl.reshape(y, [64, 64]), LIKE, assert_trivial=True)
+    """What `put_away` left, in the layout LIKE of a [64, N]."""
+    N: gl.constexpr = place.shape[0] * 2
+    spread: gl.constexpr = _by_thread(gl.zeros([64, N], gl.float32, LIKE)).type.layout
+    y = gl.permute(gl.reshape(place.load(spread), [N // 8, 2, 2, 4, 8, 4]), (3, 1, 4, 0, 5, 2))
+    return gl.convert_layout(gl.reshape(y, [64, N]), LIKE, assert_trivial=True)
 
 
 @gluon.jit

@@ -39,10 +39,11 @@ def gradients(
     return torch.autograd.grad(out, (q, k, v), tensors[3])
 
 
-def random_tensors(b: int, h: int, hk: int, s: int, d: int) -> list[torch.Tensor]:
-    return [
-        torch.randn(b, heads, s, d, device=DEVICE, dtype=torch.bfloat16) for heads in (h, hk, hk, h)
-    ]
+def random_tensors(
+    b: int, h: int, hk: int, s: int, d: int, dv: int | None = None
+) -> list[torch.Tensor]:
+    sizes = ((h, d), (hk, d), (hk, dv or d), (h, dv or d))
+    return [torch.randn(b, heads, s, n, device=DEVICE, dtype=torch.bfloat16) for heads, n in sizes]
 
 
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,13 +52,15 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("d", [64, 96, 128, 256])
-@pytest.mark.parametrize("shape", [(2, 4, 4, 1), (1, 6, 2, 127), (3, 4, 1, 129), (1, 8, 8, 1000)])
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 4, 1), (1, 6, 2, 127), (3, 4, 1, 129), (1, 8, 8, 1000), (5, 8, 4, 1100)]
+)
 def test_errors_are_those_of_the_portable_kernels(
-    shape: tuple[int, int, int, int], d: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int, int], d: int, dv: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both round P and dS at the same places."""
-    tensors = random_tensors(*shape, d)
+    """Both round P and dS at the same places; the last shape has several items a processor."""
+    tensors = random_tensors(*shape, d, dv)
     ours = gradients(tensors, causal=causal)
     portable(monkeypatch)
     theirs = gradients(tensors, causal=causal)
@@ -145,10 +148,13 @@ def vars_of(x: ForwardResult) -> tuple[torch.Tensor, ...]:
     return x.out, x.lse, x.row_lse, x.low, x.max_logits
 
 
-@pytest.mark.parametrize(("d", "causal"), [(128, True), (128, False), (64, True)])
-def test_batches_of_one_and_of_many_give_the_same_bits(d: int, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("d", "dv", "causal"),
+    [(128, 128, True), (128, 128, False), (64, 64, True), (256, 256, True), (192, 128, True)],
+)
+def test_batches_of_one_and_of_many_give_the_same_bits(d: int, dv: int, causal: bool) -> None:
     """The order of the additions to dQ does not depend on how much else there is to do."""
-    tensors = random_tensors(60, 2, 2, 515, d)
+    tensors = random_tensors(60, 2, 2, 515, d, dv)
     many = gradients(tensors, causal=causal)
     for i in (0, 31, 59):
         one = gradients([x[i : i + 1] for x in tensors], causal=causal)

@@ -1,0 +1,424 @@
+"""dK and dV on sm_90 for head dims above 128, whose dQ is another kernel's (`query_gradient`).
+
+Shape legend: D head dim of q and k, DV of v. An item is 64 keys of a key/value head, a tile 64
+queries of one of its query heads; products are [64 keys, N queries], 64 or 32 of a tile's. shift
+and delta are [B * H * query tiles, 64] float32 (`rows`).
+
+Registers hold dK and dV of 64 keys and no more, so two consumers of 4 warps share an item: the
+first makes P and adds to dV, the second makes dS and adds to dK. P passes from one to the other in
+float32. The first has K in registers, the second V, so that products read shared memory once and
+not twice, and all of it is left to tiles. While a consumer adds, its next product waits in line.
+
+Q and K come through one ring, dO and V through another: the first entry of an item is the one of
+its keys. Both consumers free every slot. A sum is one program's, in a fixed order.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from stable_attention.hopper.backward import new_barriers
+from stable_attention.hopper.barriers import (
+    advance,
+    arrive_named,
+    next_item,
+    sync_named,
+    warp_sync,
+)
+from stable_attention.hopper.producer import PAIR
+from stable_attention.hopper.softmax import fetched, put_away, store_rows
+from stable_attention.hopper.tiles import (
+    first_row_of,
+    item_at,
+    load_parts,
+    place_of,
+    query_tiles_of,
+    zeros_outside,
+)
+
+ROWS = gl.constexpr(64)
+"""Queries and keys of a tile."""
+PART = gl.constexpr(64)
+"""Columns of a gradient that leave at once, and of 256 columns those that stay in shared memory."""
+P_FULL, P_EMPTY = gl.constexpr(8), gl.constexpr(10)
+"""Named barriers of P's two places."""
+
+
+@gluon.jit
+def _operand(ring, slot, own_s, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A tile as the left side of a product, a tuple of parts of its columns.
+
+    Registers have no room for the last of 256, which goes to ``own_s``.
+    """
+    if ring.shape[2] == 4 * PART:
+        tile = ring.index(slot)
+        a = tile.slice(0, PART, dim=1).load(LAYOUT)
+        b = tile.slice(PART, PART, dim=1).load(LAYOUT)
+        c = tile.slice(2 * PART, PART, dim=1).load(LAYOUT)
+        tma.store_wait(0)
+        own_s.store(tile.slice(3 * PART, PART, dim=1).load(LAYOUT))
+        fence_async_shared()
+        return (a, b, c, own_s)
+    else:
+        a = ring.index(slot * PARTS).load(LAYOUT)
+        if PARTS == 1:
+            return (a,)
+        else:
+            b = ring.index(slot * PARTS + 1).load(LAYOUT)
+            return (a, b, ring.index(slot * PARTS + 2).load(LAYOUT))
+
+
+@gluon.jit
+def _columns(ring, slot, C: gl.constexpr, N: gl.constexpr, PART_OF: gl.constexpr, IN: gl.constexpr):
+    """The C-th N rows of a tile: columns that meet a part of `_operand`, of so many."""
+    if ring.shape[2] == 4 * PART:
+        return ring.index(slot).slice(C * N, N).slice(PART * PART_OF, PART, dim=1)
+    else:
+        return ring.index(slot * IN + PART_OF).slice(C * N, N)
+
+
+@gluon.jit
+def _product(x, ring, slot, zero, C: gl.constexpr):
+    """Start x rows^T of the C-th so many rows of a tile."""
+    N: gl.constexpr = zero.shape[1]
+    rows = _columns(ring, slot, C, N, 0, len(x)).permute((1, 0))
+    made = warpgroup_mma(x[0], rows, zero, use_acc=False, is_async=True)
+    for part in gl.static_range(1, len(x)):
+        rows = _columns(ring, slot, C, N, part, len(x)).permute((1, 0))
+        made = warpgroup_mma(x[part], rows, made, is_async=True)
+    return made
+
+
+@gluon.jit
+def _add(acc, operand, ring, slot, C: gl.constexpr):
+    """Start acc + operand rows, a tuple of the parts of their columns."""
+    N: gl.constexpr = operand.shape[1]
+    first = slot * len(acc)
+    a = warpgroup_mma(operand, ring.index(first).slice(C * N, N), acc[0], is_async=True)
+    if len(acc) == 1:
+        return (a,)
+    else:
+        b = warpgroup_mma(operand, ring.index(first + 1).slice(C * N, N), acc[1], is_async=True)
+        c = warpgroup_mma(operand, ring.index(first + 2).slice(C * N, N), acc[2], is_async=True)
+        return (a, b, c)
+
+
+@gluon.jit
+def _added(acc, made, BEHIND: gl.constexpr):
+    """Await the parts of acc, after which as many products were started."""
+    if len(acc) == 1:
+        a, made = warpgroup_mma_wait(BEHIND, deps=(acc[0], made))
+        return (a,), made
+    else:
+        a, b, c, made = warpgroup_mma_wait(BEHIND, deps=(acc[0], acc[1], acc[2], made))
+        return (a, b, c), made
+
+
+@gluon.jit
+def _go_on(adding, x, ring, slot, zero, read, C: gl.constexpr, LAST: gl.constexpr):
+    """Start the next product; (acc, the product) when both are there. LAST: of a tile, whose other
+    side has been read when acc is there."""
+    begun = _product(x, ring, slot, zero, C)
+    acc, begun = _added(adding, begun, len(x))
+    if LAST:
+        mbarrier.arrive(read, count=1)
+    return acc, warpgroup_mma_wait(0, deps=(begun,))
+
+
+@gluon.jit
+def _weights(s, shift, unit, middle, end, left, right, place, p_s, BAND: gl.constexpr):
+    """P of scores [64, N], left for the other consumer as well. middle: the first query against the
+    first key."""
+    p = gl.exp2(s * unit - gl.expand_dims(shift, 0))
+    if BAND:
+        to_right = middle + right
+        to_left = middle - left
+        if (gl.minimum(to_right, end) < ROWS - 1) | (to_left + s.shape[1] - 1 > 0):
+            p = zeros_outside(p, to_right, to_left, end)
+    sync_named(P_EMPTY + place, "256", 4)
+    put_away(p_s.index(place), p)
+    arrive_named(P_FULL + place, "256")
+    return p
+
+
+@gluon.jit
+def _consumer(
+    out_desc, a_s, b_s, rows_s, p_s, own_s, item_s, item_full, item_empty,
+    a_full, a_empty, b_full, b_empty,
+    counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads, group,
+    stride_b, stride_h, factor,
+    W: gl.constexpr, SLOTS: gl.constexpr, N: gl.constexpr, BAND: gl.constexpr,
+    PACKED: gl.constexpr, SPARED: gl.constexpr,
+):  # fmt: skip
+    """W 0: dV, from K and Q (ring a) and dO (ring b); 1: dK, from V and dO (a) and Q (b).
+
+    factor: of scores in log2 units, or of dK. SPARED: nothing is started behind the last tile;
+    else a product of what lies there, which nobody reads.
+    """
+    A_PARTS: gl.constexpr = a_s.shape[0] // SLOTS
+    B_PARTS: gl.constexpr = b_s.shape[0] // SLOTS
+    WIDTH: gl.constexpr = b_s.shape[2]
+    CHUNKS: gl.constexpr = ROWS // N
+    dtype: gl.constexpr = a_s.dtype
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
+    )
+    ACC_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16]
+    )
+    X_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
+    P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC_L, k_width=2)
+    columns: gl.constexpr = gl.SliceLayout(0, S_L)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    zero_s = gl.zeros([64, N], gl.float32, S_L)
+    slot = 0
+    parity = 0
+    item_slot = 0
+    item_parity = 0
+    p_place = 0
+    tiles = key_tiles
+    if PACKED:
+        tiles = gl.load(counter + 2)
+    if W == 1:
+        arrive_named(P_EMPTY, "256")
+        arrive_named(P_EMPTY + 1, "256")
+    running = True
+    while running:
+        mbarrier.wait(item_full.index(item_slot), item_parity)
+        item = gl.max(item_s.index(item_slot).load(one), 0)
+        mbarrier.arrive(item_empty.index(item_slot), count=1)
+        item_slot, item_parity = advance(item_slot, item_parity, PAIR)
+        running = item >= 0
+        if running:
+            place, head = item_at(item, tiles, head_block, False)
+            n, _, queries, start_k, keys = place_of(places, place, sq, sk, PACKED)
+            first, count = query_tiles_of(
+                n, query_tiles, queries, keys, left, right, ROWS, ROWS, False, BAND
+            )
+            # Keys that no query sees meet a tile whose P is 0.
+            count = gl.maximum(count, 1)
+            middle = first * ROWS + (keys - queries) - n * ROWS
+            behind = middle + count * ROWS
+            end = keys - 1 - n * ROWS
+            mbarrier.wait(a_full.index(slot), parity)
+            x = _operand(a_s, slot, own_s, A_PARTS, X_L)
+            mbarrier.wait(b_full.index(slot), parity)
+            mbarrier.arrive(b_empty.index(slot), count=1)
+            of_keys = slot
+            slot, parity = advance(slot, parity, SLOTS)
+            zero = gl.zeros([64, WIDTH], gl.float32, ACC_L)
+            acc = (zero,) if B_PARTS == 1 else (zero, zero, zero)
+            mbarrier.wait(a_full.index(slot), parity)
+            made = warpgroup_mma_wait(0, deps=(_product(x, a_s, slot, zero_s, 0),))
+            # Not before: a load to registers has read for certain when its result is used.
+            mbarrier.arrive(a_empty.index(of_keys), count=1)
+            total = count * group
+            for u in range(0, total):
+                following, following_parity = advance(slot, parity, SLOTS)
+                read = b_empty.index(slot)
+                for c in gl.static_range(CHUNKS):
+                    numbers = rows_s.index(slot).reshape((ROWS,)).slice(c * N, N).load(columns)
+                    if W == 0:
+                        p = _weights(
+                            made, numbers, factor, middle, end, left, right, p_place, p_s, BAND
+                        )
+                        middle += N
+                        operand = gl.convert_layout(p.to(dtype), P_L)
+                    else:
+                        sync_named(P_FULL + p_place, "256", 4)
+                        p = fetched(p_s.index(p_place), S_L)
+                        ds = (p * (made - gl.expand_dims(numbers, 0))).to(dtype)
+                        operand = gl.convert_layout(ds, P_L)
+                    if c == 0:
+                        mbarrier.wait(b_full.index(slot), parity)
+                    adding = _add(acc, operand, b_s, slot, c)
+                    # After the use of P and the numbers, as above.
+                    if W == 1:
+                        arrive_named(P_EMPTY + p_place, "256")
+                    p_place ^= 1
+                    if c < CHUNKS - 1:
+                        acc, made = _go_on(adding, x, a_s, slot, zero_s, read, c + 1, False)
+                    else:
+                        mbarrier.arrive(a_empty.index(slot), count=1)
+                        if SPARED:
+                            if u + 1 < total:
+                                mbarrier.wait(a_full.index(following), following_parity)
+                                acc, made = _go_on(adding, x, a_s, following, zero_s, read, 0, True)
+                            else:
+                                acc, made = _added(adding, made, 0)
+                                mbarrier.arrive(read, count=1)
+                        else:
+                            more = u + 1 < total
+                            mbarrier.wait(a_full.index(following), following_parity, pred=more)
+                            acc, made = _go_on(adding, x, a_s, following, zero_s, read, 0, True)
+                # Of the next query head.
+                middle = gl.where(middle == behind, middle - count * ROWS, middle)
+                slot = following
+                parity = following_parity
+            column = (head // kv_heads) * stride_b + (head % kv_heads) * stride_h
+            for part in gl.static_range(B_PARTS):
+                y = acc[part]
+                if W == 1:
+                    y = y * factor
+                store_rows(
+                    y, own_s, own_s, out_desc, out_desc, n * ROWS, column + part * WIDTH,
+                    start_k, keys, False, PACKED,
+                )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _producer(
+    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
+    q_s, do_s, shift_s, delta_s, item_s, item_full, item_empty,
+    q_full, q_empty, do_full, do_empty,
+    sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, group,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
+    SLOTS: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    PARTS: gl.constexpr = q_s.shape[0] // SLOTS
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot = 0
+    parity = 0
+    item_slot = 0
+    item_parity = 0
+    tiles = key_tiles
+    if PACKED:
+        tiles = gl.load(counter + 2)
+    items = tiles * all_heads
+    # Programs begin with their own number. As many are taken from the counter as there are items,
+    # so it ends as it began.
+    item = gl.program_id(0)
+    running = True
+    while running:
+        running = item < items
+        mbarrier.wait(item_empty.index(item_slot), item_parity ^ 1)
+        item_s.index(item_slot).store(gl.full([1], gl.where(running, item, -1), gl.int32, one))
+        warp_sync(item)
+        mbarrier.arrive(item_full.index(item_slot), count=1)
+        item_slot, item_parity = advance(item_slot, item_parity, PAIR)
+        if running:
+            t, head = item_at(item, tiles, head_block, False)
+            n, start_q, queries, start_k, keys = place_of(places, t, sq, sk, PACKED)
+            b = head // kv_heads
+            hk = head % kv_heads
+            mbarrier.wait(q_empty.index(slot), parity ^ 1)
+            mbarrier.expect(q_full.index(slot), PARTS * k_desc.block_type.nbytes)
+            load_parts(
+                k_desc, n * ROWS, b * stride_kb + hk * stride_kh, start_k, keys,
+                q_full.index(slot), q_s, slot, PARTS, PACKED,
+            )  # fmt: skip
+            mbarrier.wait(do_empty.index(slot), parity ^ 1)
+            mbarrier.expect(do_full.index(slot), v_desc.block_type.nbytes)
+            load_parts(
+                v_desc, n * ROWS, b * stride_vb + hk * stride_vh, start_k, keys,
+                do_full.index(slot), do_s, slot, 1, PACKED,
+            )  # fmt: skip
+            slot, parity = advance(slot, parity, SLOTS)
+            first, count = query_tiles_of(
+                n, query_tiles, queries, keys, left, right, ROWS, ROWS, False, BAND
+            )
+            first_row = first_row_of(places, t, PACKED)
+            for g in range(0, group):
+                h = hk * group + g
+                row = (head * group + g) * query_tiles + first_row
+                q_column = b * stride_qb + h * stride_qh
+                do_column = b * stride_gb + h * stride_gh
+                for m in range(first, first + gl.maximum(count, 1)):
+                    mbarrier.wait(q_empty.index(slot), parity ^ 1)
+                    mbarrier.expect(
+                        q_full.index(slot),
+                        PARTS * q_desc.block_type.nbytes + shift_desc.block_type.nbytes,
+                    )
+                    load_parts(
+                        q_desc, m * ROWS, q_column, start_q, queries,
+                        q_full.index(slot), q_s, slot, PARTS, PACKED,
+                    )  # fmt: skip
+                    tma.async_copy_global_to_shared(
+                        shift_desc, [row + m, 0], q_full.index(slot), shift_s.index(slot)
+                    )
+                    mbarrier.wait(do_empty.index(slot), parity ^ 1)
+                    mbarrier.expect(
+                        do_full.index(slot),
+                        do_desc.block_type.nbytes + delta_desc.block_type.nbytes,
+                    )
+                    load_parts(
+                        do_desc, m * ROWS, do_column, start_q, queries,
+                        do_full.index(slot), do_s, slot, 1, PACKED,
+                    )  # fmt: skip
+                    tma.async_copy_global_to_shared(
+                        delta_desc, [row + m, 0], do_full.index(slot), delta_s.index(slot)
+                    )
+                    slot, parity = advance(slot, parity, SLOTS)
+            item = gl.num_programs(0) + next_item(counter, items - 1)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "sq", "sk", "left", "right", "all_heads", "key_tiles", "query_tiles", "head_block",
+        "kv_heads", "group",
+    ]
+)  # fmt: skip
+def key_gradients_kernel(
+    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_desc, dv_desc, counter, places,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
+    stride_dkb, stride_dkh, stride_dvb, stride_dvh,
+    sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, group,
+    unit, scale,
+    D: gl.constexpr, SLOTS: gl.constexpr, N: gl.constexpr, BAND: gl.constexpr,
+    PACKED: gl.constexpr, SPARED: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    COLUMNS: gl.constexpr = q_desc.block_type.shape[-1]
+    DV: gl.constexpr = do_desc.block_type.shape[-1]
+    PARTS: gl.constexpr = D // COLUMNS
+    q_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
+    do_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DV], dtype)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    q_s = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, ROWS, COLUMNS], q_l)
+    do_s = gl.allocate_shared_memory(dtype, [SLOTS, ROWS, DV], do_l)
+    shift_s = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, ROWS], shift_desc.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, ROWS], delta_desc.layout)
+    p_s = gl.allocate_shared_memory(gl.float32, [2, N // 2, 128], flat)
+    own_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], dtype)
+    own_s = gl.allocate_shared_memory(dtype, [2, ROWS, PART], own_l)
+    item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    item_full, item_empty = new_barriers(1, PAIR), new_barriers(2, PAIR)
+    q_full, q_empty = new_barriers(1, SLOTS), new_barriers(2, SLOTS)
+    do_full, do_empty = new_barriers(1, SLOTS), new_barriers(2, SLOTS)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                dv_desc, q_s, do_s, shift_s, p_s, own_s.index(0), item_s, item_full, item_empty,
+                q_full, q_empty, do_full, do_empty,
+                counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads,
+                group, stride_dvb, stride_dvh, unit, 0, SLOTS, N, BAND, PACKED, SPARED,
+            )),
+            (_consumer, (
+                dk_desc, do_s, q_s, delta_s, p_s, own_s.index(1), item_s, item_full, item_empty,
+                do_full, do_empty, q_full, q_empty,
+                counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads,
+                group, stride_dkb, stride_dkh, scale, 1, SLOTS, N, BAND, PACKED, SPARED,
+            )),
+            (_producer, (
+                q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
+                q_s, do_s, shift_s, delta_s, item_s, item_full, item_empty,
+                q_full, q_empty, do_full, do_empty,
+                sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, group,
+                stride_qb, stride_qh, stride_kb, stride_kh,
+                stride_vb, stride_vh, stride_gb, stride_gh, SLOTS, BAND, PACKED,
+            )),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+__all__ = ["key_gradients_kernel"]
