@@ -156,6 +156,7 @@ def backward(
     """(dQ, dK, dV) as `stable_attention.triton.backward.backward`, whose arguments these are."""
     assert not problem.chunked or not (problem.varlen or problem.dropout_p), "see `dispatch`"
     add = accumulators is not None
+    assert problem.d <= 128 or not (add or problem.dropout_p or problem.softcap), "see `dispatch`"
     dq, dk, dv = accumulators or gradients or new_gradients(problem, q, k, v)[1]
     found = room(problem, (q, k, v, dout) if add else (q, k, v, dout, dk, dv))
     if not found or extras.pos_q is not None:
