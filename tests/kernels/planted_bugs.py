@@ -223,8 +223,8 @@ BUGS = (
         LEFT),
     Bug("grouped dK, dV accumulated in bf16", BACKWARD,
         "        h64 = h.to(tl.int64)\n        of_q",
-        "        dk = dk.to(tl.bfloat16).to(tl.float32)\n"
-        "        dv = dv.to(tl.bfloat16).to(tl.float32)\n"
+        "        dk = (dk[0].to(tl.bfloat16).to(tl.float32),)\n"
+        "        dv = (dv[0].to(tl.bfloat16).to(tl.float32),)\n"
         "        h64 = h.to(tl.int64)\n        of_q", GROUPED),
     Bug("only the first head of a group counted", BACKWARD, "for g in range(0, GROUP):",
         "for g in range(0, 1):", MQA),

@@ -4,6 +4,9 @@ The host launches a kernel with flat arguments, which `launches` remembers, and 
 in these. A bundle that a variable holds has numbers of the run only: Triton makes them of constexpr
 ones, and branches on these too. So what is compiled in travels apart, in *traits* T, gl.constexpr.
 
+Triton's cache of compiled kernels does not know the order of fields: it changes with an edit of the
+kernels that fill them, never alone.
+
 Shape legend: as in `forward` and `backward`. What a call has no use for is None.
 """
 
@@ -118,3 +121,37 @@ n: its number in its sequence, which has so many queries and keys
 first, count: query tiles that see it, of each of GROUP heads
 head, batch: the first of these heads, and the batch entry, as dropout counts them
 """
+
+KeyTraits = namedtuple("KeyTraits", "SLOTS N BAND PACKED SPARED")
+"""Of a kernel of dK and dV (`key_gradients`).
+
+SLOTS: of both rings
+N: queries of a product
+SPARED: nothing is started behind the last tile; else a product of what lies there, which nobody
+    reads
+"""
+
+QueryMemory = namedtuple("QueryMemory", "item q do k v")
+"""Shared memory of `query_gradient`: `Ring`, but for item.
+
+item: int32 [ITEMS * ITEM, 1], announced by the producer
+q, do: [2 * PARTS, 64, D / PARTS] and so with V_PARTS of DV, with one barrier
+k, v: [K_SLOTS * PARTS, BN, D / PARTS] and [V_SLOTS, BN, DV / V_PARTS]
+"""
+
+QueryTraits = namedtuple(
+    "QueryTraits",
+    "GROUP BN K_SLOTS V_SLOTS PARTS V_PARTS CAUSAL BAND PACKED MASKED DO_IN_REGISTERS TURNS",
+)
+"""Of a kernel of dQ (`query_gradient`), as `ForwardTraits`.
+
+CAUSAL: the longest items come first
+MASKED: a tile may need a mask
+TURNS: the product after which the other consumer may issue, 0 for any
+"""
+
+QueryGradient = namedtuple("QueryGradient", "ptr stride_b stride_s stride_h scale")
+"""dQ in memory; strides in elements; scale: of the scores."""
+
+RowNumbers = namedtuple("RowNumbers", "lse_ptr delta_ptr stride_b stride_h")
+"""LSE and delta of rows, float32 [B, H, sq] or [H, tq]."""

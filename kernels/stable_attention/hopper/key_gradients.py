@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from stable_attention.hopper import bundles
 from stable_attention.hopper.backward import new_barriers
 from stable_attention.hopper.barriers import (
     advance,
@@ -32,7 +33,7 @@ from stable_attention.hopper.barriers import (
     warp_sync,
 )
 from stable_attention.hopper.producer import PAIR
-from stable_attention.hopper.softmax import fetched, put_away, store_rows
+from stable_attention.hopper.softmax import fetched, product_layout, put_away, store_rows
 from stable_attention.hopper.tiles import (
     first_row_of,
     item_at,
@@ -132,13 +133,13 @@ def _go_on(adding, x, ring, slot, zero, read, C: gl.constexpr, LAST: gl.constexp
 
 
 @gluon.jit
-def _weights(s, shift, unit, middle, end, left, right, place, p_s, BAND: gl.constexpr):
+def _weights(s, shift, unit, middle, end, place, p_s, items, BAND: gl.constexpr):
     """P of scores [64, N], left for the other consumer as well. middle: the first query against the
     first key."""
     p = gl.exp2(s * unit - gl.expand_dims(shift, 0))
     if BAND:
-        to_right = middle + right
-        to_left = middle - left
+        to_right = middle + items.right
+        to_left = middle - items.left
         if (gl.minimum(to_right, end) < ROWS - 1) | (to_left + s.shape[1] - 1 > 0):
             p = zeros_outside(p, to_right, to_left, end)
     sync_named(P_EMPTY + place, "256", 4)
@@ -149,86 +150,82 @@ def _weights(s, shift, unit, middle, end, left, right, place, p_s, BAND: gl.cons
 
 @gluon.jit
 def _consumer(
-    out_desc, a_s, b_s, rows_s, p_s, own_s, item_s, item_full, item_empty,
-    a_full, a_empty, b_full, b_empty,
-    counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads, group,
-    stride_b, stride_h, factor,
-    W: gl.constexpr, SLOTS: gl.constexpr, N: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr, SPARED: gl.constexpr,
+    out, a, b, numbers_s, p_s, own_s, ring, items, group, factor,
+    W: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """W 0: dV, from K and Q (ring a) and dO (ring b); 1: dK, from V and dO (a) and Q (b).
+    """W 0: dV, from K and Q (ring a), dO (ring b) and shift; 1: dK, from V and dO (a), Q (b) and
+    delta.
 
-    factor: of scores in log2 units, or of dK. SPARED: nothing is started behind the last tile;
-    else a product of what lies there, which nobody reads.
+    ring: of items. factor: of scores in log2 units, or of dK.
     """
-    A_PARTS: gl.constexpr = a_s.shape[0] // SLOTS
-    B_PARTS: gl.constexpr = b_s.shape[0] // SLOTS
-    WIDTH: gl.constexpr = b_s.shape[2]
-    CHUNKS: gl.constexpr = ROWS // N
-    dtype: gl.constexpr = a_s.dtype
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
-    )
-    ACC_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16]
-    )
+    A_PARTS: gl.constexpr = a.slots.shape[0] // T.SLOTS
+    B_PARTS: gl.constexpr = b.slots.shape[0] // T.SLOTS
+    WIDTH: gl.constexpr = b.slots.shape[2]
+    CHUNKS: gl.constexpr = ROWS // T.N
+    dtype: gl.constexpr = a.slots.dtype
+    S_L: gl.constexpr = product_layout(T.N)
+    ACC_L: gl.constexpr = product_layout(WIDTH)
     X_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC_L, k_width=2)
     columns: gl.constexpr = gl.SliceLayout(0, S_L)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    zero_s = gl.zeros([64, N], gl.float32, S_L)
+    zero_s = gl.zeros([64, T.N], gl.float32, S_L)
     slot = 0
     parity = 0
     item_slot = 0
     item_parity = 0
     p_place = 0
-    tiles = key_tiles
-    if PACKED:
-        tiles = gl.load(counter + 2)
+    tiles = items.key_tiles
+    if T.PACKED:
+        tiles = gl.load(items.counter + 2)
     if W == 1:
         arrive_named(P_EMPTY, "256")
         arrive_named(P_EMPTY + 1, "256")
     running = True
     while running:
-        mbarrier.wait(item_full.index(item_slot), item_parity)
-        item = gl.max(item_s.index(item_slot).load(one), 0)
-        mbarrier.arrive(item_empty.index(item_slot), count=1)
+        mbarrier.wait(ring.full.index(item_slot), item_parity)
+        item = gl.max(ring.slots.index(item_slot).load(one), 0)
+        mbarrier.arrive(ring.empty.index(item_slot), count=1)
         item_slot, item_parity = advance(item_slot, item_parity, PAIR)
         running = item >= 0
         if running:
-            place, head = item_at(item, tiles, head_block, False)
-            n, _, queries, start_k, keys = place_of(places, place, sq, sk, PACKED)
-            first, count = query_tiles_of(
-                n, query_tiles, queries, keys, left, right, ROWS, ROWS, False, BAND
+            place, head = item_at(item, tiles, items.head_block, False)
+            n, _, queries, start_k, keys = place_of(
+                items.places, place, items.sq, items.sk, T.PACKED
             )
+            first, count = query_tiles_of(
+                n, items.query_tiles, queries, keys, items.left, items.right,
+                ROWS, ROWS, False, T.BAND,
+            )  # fmt: skip
             # Keys that no query sees meet a tile whose P is 0.
             count = gl.maximum(count, 1)
             middle = first * ROWS + (keys - queries) - n * ROWS
             behind = middle + count * ROWS
             end = keys - 1 - n * ROWS
-            mbarrier.wait(a_full.index(slot), parity)
-            x = _operand(a_s, slot, own_s, A_PARTS, X_L)
-            mbarrier.wait(b_full.index(slot), parity)
-            mbarrier.arrive(b_empty.index(slot), count=1)
+            mbarrier.wait(a.full.index(slot), parity)
+            x = _operand(a.slots, slot, own_s, A_PARTS, X_L)
+            mbarrier.wait(b.full.index(slot), parity)
+            mbarrier.arrive(b.empty.index(slot), count=1)
             of_keys = slot
-            slot, parity = advance(slot, parity, SLOTS)
+            slot, parity = advance(slot, parity, T.SLOTS)
             zero = gl.zeros([64, WIDTH], gl.float32, ACC_L)
             acc = (zero,) if B_PARTS == 1 else (zero, zero, zero)
-            mbarrier.wait(a_full.index(slot), parity)
-            made = warpgroup_mma_wait(0, deps=(_product(x, a_s, slot, zero_s, 0),))
+            mbarrier.wait(a.full.index(slot), parity)
+            made = warpgroup_mma_wait(0, deps=(_product(x, a.slots, slot, zero_s, 0),))
             # Not before: a load to registers has read for certain when its result is used.
-            mbarrier.arrive(a_empty.index(of_keys), count=1)
+            mbarrier.arrive(a.empty.index(of_keys), count=1)
             total = count * group
             for u in range(0, total):
-                following, following_parity = advance(slot, parity, SLOTS)
-                read = b_empty.index(slot)
+                following, following_parity = advance(slot, parity, T.SLOTS)
+                read = b.empty.index(slot)
                 for c in gl.static_range(CHUNKS):
-                    numbers = rows_s.index(slot).reshape((ROWS,)).slice(c * N, N).load(columns)
+                    numbers = numbers_s.index(slot).reshape((ROWS,)).slice(c * T.N, T.N)
+                    numbers = numbers.load(columns)
                     if W == 0:
                         p = _weights(
-                            made, numbers, factor, middle, end, left, right, p_place, p_s, BAND
+                            made, numbers, factor, middle, end, p_place, p_s, items, T.BAND
                         )
-                        middle += N
+                        middle += T.N
                         operand = gl.convert_layout(p.to(dtype), P_L)
                     else:
                         sync_named(P_FULL + p_place, "256", 4)
@@ -236,127 +233,126 @@ def _consumer(
                         ds = (p * (made - gl.expand_dims(numbers, 0))).to(dtype)
                         operand = gl.convert_layout(ds, P_L)
                     if c == 0:
-                        mbarrier.wait(b_full.index(slot), parity)
-                    adding = _add(acc, operand, b_s, slot, c)
+                        mbarrier.wait(b.full.index(slot), parity)
+                    adding = _add(acc, operand, b.slots, slot, c)
                     # After the use of P and the numbers, as above.
                     if W == 1:
                         arrive_named(P_EMPTY + p_place, "256")
                     p_place ^= 1
                     if c < CHUNKS - 1:
-                        acc, made = _go_on(adding, x, a_s, slot, zero_s, read, c + 1, False)
+                        acc, made = _go_on(adding, x, a.slots, slot, zero_s, read, c + 1, False)
                     else:
-                        mbarrier.arrive(a_empty.index(slot), count=1)
-                        if SPARED:
+                        mbarrier.arrive(a.empty.index(slot), count=1)
+                        if T.SPARED:
                             if u + 1 < total:
-                                mbarrier.wait(a_full.index(following), following_parity)
-                                acc, made = _go_on(adding, x, a_s, following, zero_s, read, 0, True)
+                                mbarrier.wait(a.full.index(following), following_parity)
+                                acc, made = _go_on(
+                                    adding, x, a.slots, following, zero_s, read, 0, True
+                                )
                             else:
                                 acc, made = _added(adding, made, 0)
                                 mbarrier.arrive(read, count=1)
                         else:
                             more = u + 1 < total
-                            mbarrier.wait(a_full.index(following), following_parity, pred=more)
-                            acc, made = _go_on(adding, x, a_s, following, zero_s, read, 0, True)
+                            mbarrier.wait(a.full.index(following), following_parity, pred=more)
+                            acc, made = _go_on(adding, x, a.slots, following, zero_s, read, 0, True)
                 # Of the next query head.
                 middle = gl.where(middle == behind, middle - count * ROWS, middle)
                 slot = following
                 parity = following_parity
-            column = (head // kv_heads) * stride_b + (head % kv_heads) * stride_h
+            column = (head // items.heads) * out.stride_b + (head % items.heads) * out.stride_h
             for part in gl.static_range(B_PARTS):
                 y = acc[part]
                 if W == 1:
                     y = y * factor
                 store_rows(
-                    y, own_s, own_s, out_desc, out_desc, n * ROWS, column + part * WIDTH,
-                    start_k, keys, False, PACKED,
+                    y, own_s, own_s, out.desc, out.desc, n * ROWS, column + part * WIDTH,
+                    start_k, keys, False, T.PACKED,
                 )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit
-def _producer(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
-    q_s, do_s, shift_s, delta_s, item_s, item_full, item_empty,
-    q_full, q_empty, do_full, do_empty,
-    sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, group,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
-    SLOTS: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    PARTS: gl.constexpr = q_s.shape[0] // SLOTS
+def _producer(inputs, q, do, shift_s, delta_s, ring, items, group, T: gl.constexpr):
+    PARTS: gl.constexpr = q.slots.shape[0] // T.SLOTS
+    q_in, k_in, v_in, do_in = inputs.q, inputs.k, inputs.v, inputs.do
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = 0
     parity = 0
     item_slot = 0
     item_parity = 0
-    tiles = key_tiles
-    if PACKED:
-        tiles = gl.load(counter + 2)
-    items = tiles * all_heads
+    tiles = items.key_tiles
+    if T.PACKED:
+        tiles = gl.load(items.counter + 2)
+    most = tiles * items.all_heads
     # Programs begin with their own number. As many are taken from the counter as there are items,
     # so it ends as it began.
     item = gl.program_id(0)
     running = True
     while running:
-        running = item < items
-        mbarrier.wait(item_empty.index(item_slot), item_parity ^ 1)
-        item_s.index(item_slot).store(gl.full([1], gl.where(running, item, -1), gl.int32, one))
+        running = item < most
+        mbarrier.wait(ring.empty.index(item_slot), item_parity ^ 1)
+        ring.slots.index(item_slot).store(gl.full([1], gl.where(running, item, -1), gl.int32, one))
         warp_sync(item)
-        mbarrier.arrive(item_full.index(item_slot), count=1)
+        mbarrier.arrive(ring.full.index(item_slot), count=1)
         item_slot, item_parity = advance(item_slot, item_parity, PAIR)
         if running:
-            t, head = item_at(item, tiles, head_block, False)
-            n, start_q, queries, start_k, keys = place_of(places, t, sq, sk, PACKED)
-            b = head // kv_heads
-            hk = head % kv_heads
-            mbarrier.wait(q_empty.index(slot), parity ^ 1)
-            mbarrier.expect(q_full.index(slot), PARTS * k_desc.block_type.nbytes)
-            load_parts(
-                k_desc, n * ROWS, b * stride_kb + hk * stride_kh, start_k, keys,
-                q_full.index(slot), q_s, slot, PARTS, PACKED,
-            )  # fmt: skip
-            mbarrier.wait(do_empty.index(slot), parity ^ 1)
-            mbarrier.expect(do_full.index(slot), v_desc.block_type.nbytes)
-            load_parts(
-                v_desc, n * ROWS, b * stride_vb + hk * stride_vh, start_k, keys,
-                do_full.index(slot), do_s, slot, 1, PACKED,
-            )  # fmt: skip
-            slot, parity = advance(slot, parity, SLOTS)
-            first, count = query_tiles_of(
-                n, query_tiles, queries, keys, left, right, ROWS, ROWS, False, BAND
+            t, head = item_at(item, tiles, items.head_block, False)
+            n, start_q, queries, start_k, keys = place_of(
+                items.places, t, items.sq, items.sk, T.PACKED
             )
-            first_row = first_row_of(places, t, PACKED)
+            b = head // items.heads
+            hk = head % items.heads
+            mbarrier.wait(q.empty.index(slot), parity ^ 1)
+            mbarrier.expect(q.full.index(slot), PARTS * k_in.desc.block_type.nbytes)
+            load_parts(
+                k_in.desc, n * ROWS, b * k_in.stride_b + hk * k_in.stride_h, start_k, keys,
+                q.full.index(slot), q.slots, slot, PARTS, T.PACKED,
+            )  # fmt: skip
+            mbarrier.wait(do.empty.index(slot), parity ^ 1)
+            mbarrier.expect(do.full.index(slot), v_in.desc.block_type.nbytes)
+            load_parts(
+                v_in.desc, n * ROWS, b * v_in.stride_b + hk * v_in.stride_h, start_k, keys,
+                do.full.index(slot), do.slots, slot, 1, T.PACKED,
+            )  # fmt: skip
+            slot, parity = advance(slot, parity, T.SLOTS)
+            first, count = query_tiles_of(
+                n, items.query_tiles, queries, keys, items.left, items.right,
+                ROWS, ROWS, False, T.BAND,
+            )  # fmt: skip
+            first_row = first_row_of(items.places, t, T.PACKED)
             for g in range(0, group):
                 h = hk * group + g
-                row = (head * group + g) * query_tiles + first_row
-                q_column = b * stride_qb + h * stride_qh
-                do_column = b * stride_gb + h * stride_gh
+                row = (head * group + g) * items.query_tiles + first_row
+                q_column = b * q_in.stride_b + h * q_in.stride_h
+                do_column = b * do_in.stride_b + h * do_in.stride_h
                 for m in range(first, first + gl.maximum(count, 1)):
-                    mbarrier.wait(q_empty.index(slot), parity ^ 1)
+                    mbarrier.wait(q.empty.index(slot), parity ^ 1)
                     mbarrier.expect(
-                        q_full.index(slot),
-                        PARTS * q_desc.block_type.nbytes + shift_desc.block_type.nbytes,
+                        q.full.index(slot),
+                        PARTS * q_in.desc.block_type.nbytes + inputs.shift_desc.block_type.nbytes,
                     )
                     load_parts(
-                        q_desc, m * ROWS, q_column, start_q, queries,
-                        q_full.index(slot), q_s, slot, PARTS, PACKED,
+                        q_in.desc, m * ROWS, q_column, start_q, queries,
+                        q.full.index(slot), q.slots, slot, PARTS, T.PACKED,
                     )  # fmt: skip
                     tma.async_copy_global_to_shared(
-                        shift_desc, [row + m, 0], q_full.index(slot), shift_s.index(slot)
+                        inputs.shift_desc, [row + m, 0], q.full.index(slot), shift_s.index(slot)
                     )
-                    mbarrier.wait(do_empty.index(slot), parity ^ 1)
+                    mbarrier.wait(do.empty.index(slot), parity ^ 1)
                     mbarrier.expect(
-                        do_full.index(slot),
-                        do_desc.block_type.nbytes + delta_desc.block_type.nbytes,
+                        do.full.index(slot),
+                        do_in.desc.block_type.nbytes + inputs.delta_desc.block_type.nbytes,
                     )
                     load_parts(
-                        do_desc, m * ROWS, do_column, start_q, queries,
-                        do_full.index(slot), do_s, slot, 1, PACKED,
+                        do_in.desc, m * ROWS, do_column, start_q, queries,
+                        do.full.index(slot), do.slots, slot, 1, T.PACKED,
                     )  # fmt: skip
                     tma.async_copy_global_to_shared(
-                        delta_desc, [row + m, 0], do_full.index(slot), delta_s.index(slot)
+                        inputs.delta_desc, [row + m, 0], do.full.index(slot), delta_s.index(slot)
                     )
-                    slot, parity = advance(slot, parity, SLOTS)
-            item = gl.num_programs(0) + next_item(counter, items - 1)
+                    slot, parity = advance(slot, parity, T.SLOTS)
+            item = gl.num_programs(0) + next_item(items.counter, most - 1)
 
 
 @gluon.jit(
@@ -389,36 +385,35 @@ def key_gradients_kernel(
     own_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], dtype)
     own_s = gl.allocate_shared_memory(dtype, [2, ROWS, PART], own_l)
     item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    item_full, item_empty = new_barriers(1, PAIR), new_barriers(2, PAIR)
-    q_full, q_empty = new_barriers(1, SLOTS), new_barriers(2, SLOTS)
-    do_full, do_empty = new_barriers(1, SLOTS), new_barriers(2, SLOTS)
+    ring = bundles.Ring(item_s, new_barriers(1, PAIR), new_barriers(2, PAIR))
+    q = bundles.Ring(q_s, new_barriers(1, SLOTS), new_barriers(2, SLOTS))
+    do = bundles.Ring(do_s, new_barriers(1, SLOTS), new_barriers(2, SLOTS))
     fence_async_shared()
+    T: gl.constexpr = bundles.KeyTraits(SLOTS, N, BAND, PACKED, SPARED)
+    items = bundles.Items(
+        counter, places, sq, sk, left, right,
+        query_tiles, key_tiles, head_block, all_heads, kv_heads,
+    )  # fmt: skip
+    inputs = bundles.Inputs(
+        bundles.Tiled(q_desc, stride_qb, stride_qh),
+        bundles.Tiled(k_desc, stride_kb, stride_kh),
+        bundles.Tiled(v_desc, stride_vb, stride_vh),
+        bundles.Tiled(do_desc, stride_gb, stride_gh),
+        shift_desc,
+        delta_desc,
+    )
+    dk = bundles.Tiled(dk_desc, stride_dkb, stride_dkh)
+    dv = bundles.Tiled(dv_desc, stride_dvb, stride_dvh)
+    own_v, own_k = own_s.index(0), own_s.index(1)
     gl.warp_specialize(
         [
-            (_consumer, (
-                dv_desc, q_s, do_s, shift_s, p_s, own_s.index(0), item_s, item_full, item_empty,
-                q_full, q_empty, do_full, do_empty,
-                counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads,
-                group, stride_dvb, stride_dvh, unit, 0, SLOTS, N, BAND, PACKED, SPARED,
-            )),
-            (_consumer, (
-                dk_desc, do_s, q_s, delta_s, p_s, own_s.index(1), item_s, item_full, item_empty,
-                do_full, do_empty, q_full, q_empty,
-                counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads,
-                group, stride_dkb, stride_dkh, scale, 1, SLOTS, N, BAND, PACKED, SPARED,
-            )),
-            (_producer, (
-                q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
-                q_s, do_s, shift_s, delta_s, item_s, item_full, item_empty,
-                q_full, q_empty, do_full, do_empty,
-                sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, group,
-                stride_qb, stride_qh, stride_kb, stride_kh,
-                stride_vb, stride_vh, stride_gb, stride_gh, SLOTS, BAND, PACKED,
-            )),
+            (_consumer, (dv, q, do, shift_s, p_s, own_v, ring, items, group, unit, 0, T)),
+            (_consumer, (dk, do, q, delta_s, p_s, own_k, ring, items, group, scale, 1, T)),
+            (_producer, (inputs, q, do, shift_s, delta_s, ring, items, group, T)),
         ],
         [4, 1],
         [REGISTERS, 24],
-    )  # fmt: skip
+    )
 
 
 __all__ = ["key_gradients_kernel"]

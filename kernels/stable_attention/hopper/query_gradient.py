@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from stable_attention.hopper import bundles
 from stable_attention.hopper.barriers import (
     advance,
     arrive_if,
@@ -31,7 +32,7 @@ from stable_attention.hopper.barriers import (
 )
 from stable_attention.hopper.consumer import TURN, announced, operand, scores
 from stable_attention.hopper.producer import ALL, ITEM, ITEMS, SLOT_OF_K
-from stable_attention.hopper.softmax import hidden_outside
+from stable_attention.hopper.softmax import hidden_outside, product_layout
 from stable_attention.hopper.tiles import (
     TILE,
     at_edge,
@@ -47,87 +48,85 @@ from stable_attention.numerics import LOG2E
 
 
 @gluon.jit
-def _producer(
-    q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
-    q_full, do_full, k_full, v_full,
-    sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
-    stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh, stride_vb, stride_vh,
-    GROUP: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
-    PARTS: gl.constexpr, V_PARTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr,
-):  # fmt: skip
+def _producer(inputs, smem, items, T: gl.constexpr):
+    q_in, k_in, v_in, do_in = inputs.q, inputs.k, inputs.v, inputs.do
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    SLOT_OF_V: gl.constexpr = SLOT_OF_K + K_SLOTS
-    BUFFER_OF_Q: gl.constexpr = SLOT_OF_V + V_SLOTS
+    SLOT_OF_V: gl.constexpr = SLOT_OF_K + T.K_SLOTS
+    BUFFER_OF_Q: gl.constexpr = SLOT_OF_V + T.V_SLOTS
     k = 0
     v = 0
     copied = 0
     copied_v = 0
     tiles = 0
-    if PACKED:
-        query_tiles = gl.load(counter + 1)
-    items = query_tiles * all_heads
+    query_tiles = items.query_tiles
+    if T.PACKED:
+        query_tiles = gl.load(items.counter + 1)
+    most = query_tiles * items.all_heads
     item = gl.program_id(0)
     running = True
     while running:
-        running = item < items
+        running = item < most
         if tiles > 0:
             sync_named(BUFFER_OF_Q, ALL, 1)
-        t, head = item_at(item, query_tiles, head_block, CAUSAL)
-        b = head // heads
-        h = head % heads
+        t, head = item_at(item, query_tiles, items.head_block, T.CAUSAL)
+        b = head // items.heads
+        h = head % items.heads
         told = (tiles & (ITEMS - 1)) * ITEM
-        item_s.index(told).store(gl.full([1], gl.where(running, head, -1), gl.int32, one))
-        item_s.index(told + 1).store(gl.full([1], t, gl.int32, one))
-        item_s.index(told + 2).store(gl.full([1], b, gl.int32, one))
-        item_s.index(told + 3).store(gl.full([1], h, gl.int32, one))
+        smem.item.index(told).store(gl.full([1], gl.where(running, head, -1), gl.int32, one))
+        smem.item.index(told + 1).store(gl.full([1], t, gl.int32, one))
+        smem.item.index(told + 2).store(gl.full([1], b, gl.int32, one))
+        smem.item.index(told + 3).store(gl.full([1], h, gl.int32, one))
         warp_sync(item)
         if running:
-            m, start_q, queries, start_k, keys = place_of(places, t, sq, sk, PACKED)
-            hk = h // GROUP
-            last, blocks = key_blocks_of(m, key_blocks, queries, keys, left, right, BN, False, BAND)
-            mbarrier.expect(q_full, 2 * PARTS * q_desc.block_type.nbytes)
+            m, start_q, queries, start_k, keys = place_of(
+                items.places, t, items.sq, items.sk, T.PACKED
+            )
+            hk = h // T.GROUP
+            last, blocks = key_blocks_of(
+                m, items.key_tiles, queries, keys, items.left, items.right, T.BN, False, T.BAND
+            )
+            mbarrier.expect(smem.q.full, 2 * T.PARTS * q_in.desc.block_type.nbytes)
             for w in gl.static_range(2):
                 load_parts(
-                    q_desc, m * TILE + w * 64, b * stride_qb + h * stride_qh, start_q, queries,
-                    q_full, q_s, w, PARTS, PACKED,
+                    q_in.desc, m * TILE + w * 64, b * q_in.stride_b + h * q_in.stride_h, start_q,
+                    queries, smem.q.full, smem.q.slots, w, T.PARTS, T.PACKED,
                 )  # fmt: skip
-            k_column = b * stride_kb + hk * stride_kh
-            v_column = b * stride_vb + hk * stride_vh
+            k_column = b * k_in.stride_b + hk * k_in.stride_h
+            v_column = b * v_in.stride_b + hk * v_in.stride_h
             for i in range(blocks):
-                if copied >= K_SLOTS:
+                if copied >= T.K_SLOTS:
                     sync_named(SLOT_OF_K + k, ALL, 1)
-                mbarrier.expect(k_full.index(k), PARTS * k_desc.block_type.nbytes)
+                mbarrier.expect(smem.k.full.index(k), T.PARTS * k_in.desc.block_type.nbytes)
                 load_parts(
-                    k_desc, (last - i) * BN, k_column, start_k, keys, k_full.index(k),
-                    k_s, k, PARTS, PACKED,
+                    k_in.desc, (last - i) * T.BN, k_column, start_k, keys, smem.k.full.index(k),
+                    smem.k.slots, k, T.PARTS, T.PACKED,
                 )  # fmt: skip
-                k = gl.where(k + 1 == K_SLOTS, 0, k + 1)
+                k = gl.where(k + 1 == T.K_SLOTS, 0, k + 1)
                 if i == 0:
                     if tiles > 0:
                         sync_named(BUFFER_OF_Q + 1, ALL, 1)
-                    mbarrier.expect(do_full, 2 * V_PARTS * do_desc.block_type.nbytes)
+                    mbarrier.expect(smem.do.full, 2 * T.V_PARTS * do_in.desc.block_type.nbytes)
                     for w in gl.static_range(2):
                         load_parts(
-                            do_desc, m * TILE + w * 64, b * stride_gb + h * stride_gh, start_q,
-                            queries, do_full, do_s, w, V_PARTS, PACKED,
+                            do_in.desc, m * TILE + w * 64, b * do_in.stride_b + h * do_in.stride_h,
+                            start_q, queries, smem.do.full, smem.do.slots, w, T.V_PARTS, T.PACKED,
                         )  # fmt: skip
-                for part in gl.static_range(V_PARTS):
-                    if copied_v >= V_SLOTS:
+                for part in gl.static_range(T.V_PARTS):
+                    if copied_v >= T.V_SLOTS:
                         sync_named(SLOT_OF_V + v, ALL, 1)
-                    mbarrier.expect(v_full.index(v), v_desc.block_type.nbytes)
+                    mbarrier.expect(smem.v.full.index(v), v_in.desc.block_type.nbytes)
                     load_tile(
-                        v_desc, (last - i) * BN, v_column + part * v_s.shape[2], start_k, keys,
-                        v_full.index(v), v_s.index(v), PACKED,
+                        v_in.desc, (last - i) * T.BN, v_column + part * smem.v.slots.shape[2],
+                        start_k, keys, smem.v.full.index(v), smem.v.slots.index(v), T.PACKED,
                     )  # fmt: skip
-                    v = gl.where(v + 1 == V_SLOTS, 0, v + 1)
+                    v = gl.where(v + 1 == T.V_SLOTS, 0, v + 1)
                     copied_v += 1
                 copied += 1
             tiles += 1
             # As many numbers are taken as there are items, so the counter ends as it began.
-            item = gl.num_programs(0) + next_item(counter, items - 1)
+            item = gl.num_programs(0) + next_item(items.counter, most - 1)
         else:
-            mbarrier.arrive(q_full, count=1)
+            mbarrier.arrive(smem.q.full, count=1)
 
 
 @gluon.jit
@@ -142,17 +141,17 @@ def _uniform(x):
 
 
 @gluon.jit
-def _place(item_s, tiles, places, sq, sk, PACKED: gl.constexpr):
+def _place(tiles, smem, items, T: gl.constexpr):
     """(head counted over the batch or -1, batch entry, head, tile within its sequence, first query
     token, queries, keys) of an item."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    head, t, b, h = announced(item_s, tiles, 1, one)
+    head, t, b, h = announced(smem.item, tiles, 1, one)
     head = _uniform(head)
     t = _uniform(t)
-    if PACKED:
+    if T.PACKED:
         t = gl.where(head >= 0, t, 0)
-    m, start, queries, _, keys = place_of(places, t, sq, sk, PACKED)
-    if PACKED:
+    m, start, queries, _, keys = place_of(items.places, t, items.sq, items.sk, T.PACKED)
+    if T.PACKED:
         m = _uniform(m)
         start = _uniform(start)
         queries = _uniform(queries)
@@ -161,23 +160,19 @@ def _place(item_s, tiles, places, sq, sk, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _pass_over(
-    n, k, k_parity, v, v_parity, k_full, v_full,
-    W: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, V_PARTS: gl.constexpr,
-    TURNS: gl.constexpr,
-):  # fmt: skip
+def _pass_over(n, k, k_parity, v, v_parity, smem, W: gl.constexpr, T: gl.constexpr):
     """Free the slots of so many blocks unread, once they are full, as they would be twice else."""
     for _ in range(n):
-        mbarrier.wait(k_full.index(k), k_parity)
+        mbarrier.wait(smem.k.full.index(k), k_parity)
         arrive_named(SLOT_OF_K + k, ALL)
-        if TURNS:
+        if T.TURNS:
             sync_named(TURN + W, "256", 4)
             arrive_named(TURN + 1 - W, "256")
-        k, k_parity = advance(k, k_parity, K_SLOTS)
-        for _part in gl.static_range(V_PARTS):
-            mbarrier.wait(v_full.index(v), v_parity)
-            arrive_named(SLOT_OF_K + K_SLOTS + v, ALL)
-            v, v_parity = advance(v, v_parity, V_SLOTS)
+        k, k_parity = advance(k, k_parity, T.K_SLOTS)
+        for _part in gl.static_range(T.V_PARTS):
+            mbarrier.wait(smem.v.full.index(v), v_parity)
+            arrive_named(SLOT_OF_K + T.K_SLOTS + v, ALL)
+            v, v_parity = advance(v, v_parity, T.V_SLOTS)
     return k, k_parity, v, v_parity
 
 
@@ -205,32 +200,30 @@ def _await_keys(pending: gl.constexpr, dq, s, dp, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _start_dp(
-    do, do_s, w, v_s, v_full, v, v_parity, zero, V_SLOTS: gl.constexpr, V_PARTS: gl.constexpr,
-):  # fmt: skip
+def _start_dp(do, w, v, v_parity, zero, smem, T: gl.constexpr):
     """Start dP [64, BN] of a block, in products that each wait for a part of V."""
-    mbarrier.wait(v_full.index(v), v_parity)
-    dp = warpgroup_mma(do, v_s.index(v).permute((1, 0)), zero, use_acc=False, is_async=True)
-    for part in gl.static_range(1, V_PARTS):
-        v, v_parity = advance(v, v_parity, V_SLOTS)
-        mbarrier.wait(v_full.index(v), v_parity)
-        do = do_s.index(w * V_PARTS + part)
-        dp = warpgroup_mma(do, v_s.index(v).permute((1, 0)), dp, is_async=True)
+    mbarrier.wait(smem.v.full.index(v), v_parity)
+    dp = warpgroup_mma(
+        do, smem.v.slots.index(v).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
+    for part in gl.static_range(1, T.V_PARTS):
+        v, v_parity = advance(v, v_parity, T.V_SLOTS)
+        mbarrier.wait(smem.v.full.index(v), v_parity)
+        do = smem.do.slots.index(w * T.V_PARTS + part)
+        dp = warpgroup_mma(do, smem.v.slots.index(v).permute((1, 0)), dp, is_async=True)
     return dp
 
 
 @gluon.jit
-def _end_dp(
-    dp, v_full, v, v_parity, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, V_PARTS: gl.constexpr
-):
+def _end_dp(dp, v, v_parity, smem, T: gl.constexpr):
     """(dP, next slot of V, its parity), the slots free."""
     # A wait that is a loop, and over long since: else ptxas moves that for dP before the
     # exponentials.
-    mbarrier.wait(v_full.index(v), v_parity)
-    for part in gl.static_range(V_PARTS):
-        dp = warpgroup_mma_wait(V_PARTS - 1 - part, deps=(dp,))
-        arrive_named(SLOT_OF_K + K_SLOTS + v, ALL)
-        v, v_parity = advance(v, v_parity, V_SLOTS)
+    mbarrier.wait(smem.v.full.index(v), v_parity)
+    for part in gl.static_range(T.V_PARTS):
+        dp = warpgroup_mma_wait(T.V_PARTS - 1 - part, deps=(dp,))
+        arrive_named(SLOT_OF_K + T.K_SLOTS + v, ALL)
+        v, v_parity = advance(v, v_parity, T.V_SLOTS)
     return dp, v, v_parity
 
 
@@ -254,147 +247,113 @@ def _store(place, dq, stride_s, rows_left, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(
-    dq_ptr, lse_ptr, delta_ptr, places, q_s, do_s, k_s, v_s, item_s,
-    q_full, do_full, k_full, v_full,
-    sq, sk, left, right, key_blocks, stride_lb, stride_lh,
-    stride_dqb, stride_dqs, stride_dqh, unit, scale,
-    W: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
-    PARTS: gl.constexpr, V_PARTS: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr,
-    MASKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr,
-):  # fmt: skip
+def _consumer(out, numbers, smem, items, unit, W: gl.constexpr, T: gl.constexpr):
+    q_s, do_s, k_s = smem.q.slots, smem.do.slots, smem.k.slots
     DQ: gl.constexpr = k_s.shape[2]
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
-    DQ_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DQ, 16]
-    )
+    S_L: gl.constexpr = product_layout(T.BN)
+    DQ_L: gl.constexpr = product_layout(DQ)
     DO_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
     DS_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=DQ_L, k_width=2)
     RS: gl.constexpr = gl.SliceLayout(1, S_L)
-    SLOT_OF_V: gl.constexpr = SLOT_OF_K + K_SLOTS
-    BUFFER_OF_Q: gl.constexpr = SLOT_OF_V + V_SLOTS
+    SLOT_OF_V: gl.constexpr = SLOT_OF_K + T.K_SLOTS
+    BUFFER_OF_Q: gl.constexpr = SLOT_OF_V + T.V_SLOTS
     dtype: gl.constexpr = k_s.dtype
-    zero_s = gl.zeros([64, BN], gl.float32, S_L)
+    zero_s = gl.zeros([64, T.BN], gl.float32, S_L)
     zero_dq = gl.zeros([64, DQ], gl.float32, DQ_L)
     k = 0
     k_parity = 0
     v = 0
     v_parity = 0
     tiles = 0
-    if TURNS and W == 1:
+    if T.TURNS and W == 1:
         arrive_named(TURN, "256")
-    mbarrier.wait(q_full, 0)
-    head, b, h, m, start, queries, keys = _place(item_s, 0, places, sq, sk, PACKED)
+    mbarrier.wait(smem.q.full, 0)
+    head, b, h, m, start, queries, keys = _place(0, smem, items, T)
     while head >= 0:
-        last, blocks = key_blocks_of(m, key_blocks, queries, keys, left, right, BN, False, BAND)
+        last, blocks = key_blocks_of(
+            m, items.key_tiles, queries, keys, items.left, items.right, T.BN, False, T.BAND
+        )
         own = last  # the last block that these 64 queries see
         after = 0
-        if BAND:
+        if T.BAND:
             row = m * TILE + W * 64
             first_key, last_key = keys_of(
-                row, gl.minimum(row + 64, queries) - 1, queries, keys, left, right
+                row, gl.minimum(row + 64, queries) - 1, queries, keys, items.left, items.right
             )
             first = last + 1 - blocks
-            own = gl.minimum(gl.maximum(gl.maximum(last_key, 0) // BN, first), last)
-            own_first = gl.minimum(gl.maximum(first_key // BN, first), own)
+            own = gl.minimum(gl.maximum(gl.maximum(last_key, 0) // T.BN, first), last)
+            own_first = gl.minimum(gl.maximum(first_key // T.BN, first), own)
             after = own_first - first
             blocks = own - own_first + 1
-            k, k_parity, v, v_parity = _pass_over(
-                last - own,
-                k,
-                k_parity,
-                v,
-                v_parity,
-                k_full,
-                v_full,
-                W,
-                K_SLOTS,
-                V_SLOTS,
-                V_PARTS,
-                TURNS,
-            )
-        to_right, to_left, end = limits_of(m, own, queries, keys, left, right, W, BN)
+            k, k_parity, v, v_parity = _pass_over(last - own, k, k_parity, v, v_parity, smem, W, T)
+        to_right, to_left, end = limits_of(m, own, queries, keys, items.left, items.right, W, T.BN)
         rows = m * TILE + W * 64 + gl.arange(0, 64, RS)
-        place = b.to(gl.int64) * stride_lb + h.to(gl.int64) * stride_lh + start
-        lse = gl.load(lse_ptr + place + rows, mask=rows < queries, other=-float("inf"))
-        delta = gl.load(delta_ptr + place + rows, mask=rows < queries, other=0.0)
+        place = b.to(gl.int64) * numbers.stride_b + h.to(gl.int64) * numbers.stride_h + start
+        lse = gl.load(numbers.lse_ptr + place + rows, mask=rows < queries, other=-float("inf"))
+        delta = gl.load(numbers.delta_ptr + place + rows, mask=rows < queries, other=0.0)
         # `numerics.lse_to_shift`
         shift = gl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
-        mbarrier.wait(k_full.index(k), k_parity)
-        s_made = scores(q_s.index(W * PARTS), q_s, W, k_s, k, zero_s, PARTS)
-        mbarrier.wait(do_full, tiles & 1)
-        do = operand(do_s, W, V_PARTS, DO_IN_REGISTERS, DO_L)
-        dp_made = _start_dp(do, do_s, W, v_s, v_full, v, v_parity, zero_s, V_SLOTS, V_PARTS)
-        s, dp_made = warpgroup_mma_wait(V_PARTS, deps=(s_made, dp_made))
+        mbarrier.wait(smem.k.full.index(k), k_parity)
+        s_made = scores(q_s.index(W * T.PARTS), q_s, W, k_s, k, zero_s, T.PARTS)
+        mbarrier.wait(smem.do.full, tiles & 1)
+        do = operand(do_s, W, T.V_PARTS, T.DO_IN_REGISTERS, DO_L)
+        dp_made = _start_dp(do, W, v, v_parity, zero_s, smem, T)
+        s, dp_made = warpgroup_mma_wait(T.V_PARTS, deps=(s_made, dp_made))
         arrive_if(BUFFER_OF_Q, blocks == 1, ALL, False)
-        p = _probabilities(s, shift, unit, to_right, to_left, end, 0, BN, MASKED)
-        dp, v, v_parity = _end_dp(dp_made, v_full, v, v_parity, K_SLOTS, V_SLOTS, V_PARTS)
+        p = _probabilities(s, shift, unit, to_right, to_left, end, 0, T.BN, T.MASKED)
+        dp, v, v_parity = _end_dp(dp_made, v, v_parity, smem, T)
         ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), DS_L)
-        dq = (zero_dq,) if PARTS == 1 else (zero_dq, zero_dq, zero_dq)
+        dq = (zero_dq,) if T.PARTS == 1 else (zero_dq, zero_dq, zero_dq)
         for i in range(1, blocks):
             before = k
-            k, k_parity = advance(k, k_parity, K_SLOTS)
-            if TURNS:
+            k, k_parity = advance(k, k_parity, T.K_SLOTS)
+            if T.TURNS:
                 sync_named(TURN + W, "256", 4)
-            dq = _add_keys(dq, ds, k_s, before, i > 1, PARTS)
-            if TURNS == 1:
+            dq = _add_keys(dq, ds, k_s, before, i > 1, T.PARTS)
+            if T.TURNS == 1:
                 arrive_named(TURN + 1 - W, "256")
             # Opaque, so that descriptors of Q and dO are not kept in registers.
             w = _uniform(W)
-            mbarrier.wait(k_full.index(k), k_parity)
-            s_begun = scores(q_s.index(w * PARTS), q_s, w, k_s, k, zero_s, PARTS)
-            if TURNS == 2:
+            mbarrier.wait(smem.k.full.index(k), k_parity)
+            s_begun = scores(q_s.index(w * T.PARTS), q_s, w, k_s, k, zero_s, T.PARTS)
+            if T.TURNS == 2:
                 arrive_named(TURN + 1 - W, "256")
-            if not DO_IN_REGISTERS:
-                do = operand(do_s, w, V_PARTS, False, DO_L)
-            dp_begun = _start_dp(do, do_s, w, v_s, v_full, v, v_parity, zero_s, V_SLOTS, V_PARTS)
-            if TURNS == 3:
+            if not T.DO_IN_REGISTERS:
+                do = operand(do_s, w, T.V_PARTS, False, DO_L)
+            dp_begun = _start_dp(do, w, v, v_parity, zero_s, smem, T)
+            if T.TURNS == 3:
                 arrive_named(TURN + 1 - W, "256")
-            dq, s, dp = _await_keys(PARTS + V_PARTS, dq, s_begun, dp_begun, PARTS)
+            dq, s, dp = _await_keys(T.PARTS + T.V_PARTS, dq, s_begun, dp_begun, T.PARTS)
             arrive_named(SLOT_OF_K + before, ALL)
-            s, dp = warpgroup_mma_wait(V_PARTS, deps=(s, dp))
+            s, dp = warpgroup_mma_wait(T.V_PARTS, deps=(s, dp))
             arrive_if(BUFFER_OF_Q, i + 1 == blocks, ALL, False)
-            p = _probabilities(s, shift, unit, to_right, to_left, end, i * BN, BN, MASKED)
-            dp, v, v_parity = _end_dp(dp, v_full, v, v_parity, K_SLOTS, V_SLOTS, V_PARTS)
+            p = _probabilities(s, shift, unit, to_right, to_left, end, i * T.BN, T.BN, T.MASKED)
+            dp, v, v_parity = _end_dp(dp, v, v_parity, smem, T)
             ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), DS_L)
         arrive_named(BUFFER_OF_Q + 1, ALL)
-        if TURNS:
+        if T.TURNS:
             sync_named(TURN + W, "256", 4)
-        dq = _add_keys(dq, ds, k_s, k, blocks > 1, PARTS)
-        if TURNS:
+        dq = _add_keys(dq, ds, k_s, k, blocks > 1, T.PARTS)
+        if T.TURNS:
             arrive_named(TURN + 1 - W, "256")
-        if PARTS == 1:
+        if T.PARTS == 1:
             dq = (warpgroup_mma_wait(0, deps=(dq[0],)),)
         else:
             dq = warpgroup_mma_wait(0, deps=(dq[0], dq[1], dq[2]))
         arrive_named(SLOT_OF_K + k, ALL)
-        k, k_parity = advance(k, k_parity, K_SLOTS)
-        if BAND:
-            k, k_parity, v, v_parity = _pass_over(
-                after,
-                k,
-                k_parity,
-                v,
-                v_parity,
-                k_full,
-                v_full,
-                W,
-                K_SLOTS,
-                V_SLOTS,
-                V_PARTS,
-                TURNS,
-            )
-        _, b, h, m, start, queries, _ = _place(item_s, tiles, places, sq, sk, PACKED)
+        k, k_parity = advance(k, k_parity, T.K_SLOTS)
+        if T.BAND:
+            k, k_parity, v, v_parity = _pass_over(after, k, k_parity, v, v_parity, smem, W, T)
+        _, b, h, m, start, queries, _ = _place(tiles, smem, items, T)
         row = m * TILE + W * 64
-        out = dq_ptr + b.to(gl.int64) * stride_dqb + h.to(gl.int64) * stride_dqh
-        out += (start + row).to(gl.int64) * stride_dqs
-        for part in gl.static_range(PARTS):
-            _store(out, (dq[part] * scale).to(dtype), stride_dqs, queries - row, part * DQ)
+        rows_ptr = out.ptr + b.to(gl.int64) * out.stride_b + h.to(gl.int64) * out.stride_h
+        rows_ptr += (start + row).to(gl.int64) * out.stride_s
+        for part in gl.static_range(T.PARTS):
+            y = (dq[part] * out.scale).to(dtype)
+            _store(rows_ptr, y, out.stride_s, queries - row, part * DQ)
         tiles += 1
-        mbarrier.wait(q_full, tiles & 1)
-        head, b, h, m, start, queries, keys = _place(item_s, tiles, places, sq, sk, PACKED)
+        mbarrier.wait(smem.q.full, tiles & 1)
+        head, b, h, m, start, queries, keys = _place(tiles, smem, items, T)
 
 
 @gluon.jit(
@@ -439,37 +398,36 @@ def query_kernel(
     for i in gl.static_range(V_SLOTS):
         mbarrier.init(v_full.index(i), count=1)
     fence_async_shared()
+    T: gl.constexpr = bundles.QueryTraits(
+        GROUP, BN, K_SLOTS, V_SLOTS, PARTS, V_PARTS, CAUSAL, BAND, PACKED, MASKED,
+        DO_IN_REGISTERS, TURNS,
+    )  # fmt: skip
+    smem = bundles.QueryMemory(
+        item_s, bundles.Ring(q_s, q_full), bundles.Ring(do_s, do_full),
+        bundles.Ring(k_s, k_full), bundles.Ring(v_s, v_full),
+    )  # fmt: skip
+    items = bundles.Items(
+        counter, places, sq, sk, left, right,
+        query_tiles, key_blocks, head_block, all_heads, heads,
+    )  # fmt: skip
+    inputs = bundles.Inputs(
+        bundles.Tiled(q_desc, stride_qb, stride_qh),
+        bundles.Tiled(k_desc, stride_kb, stride_kh),
+        bundles.Tiled(v_desc, stride_vb, stride_vh),
+        bundles.Tiled(do_desc, stride_gb, stride_gh),
+    )
+    out = bundles.QueryGradient(dq_ptr, stride_dqb, stride_dqs, stride_dqh, scale)
+    numbers = bundles.RowNumbers(lse_ptr, delta_ptr, stride_lb, stride_lh)
     # Tuples are written where they are used, with literal functions: Gluon takes no other.
     gl.warp_specialize(
         [
-            (_consumer, (
-                dq_ptr, lse_ptr, delta_ptr, places, q_s, do_s, k_s, v_s, item_s,
-                q_full, do_full, k_full, v_full,
-                sq, sk, left, right, key_blocks, stride_lb, stride_lh,
-                stride_dqb, stride_dqs, stride_dqh, unit, scale,
-                0, BN, K_SLOTS, V_SLOTS, PARTS, V_PARTS, BAND, PACKED, MASKED, DO_IN_REGISTERS,
-                TURNS,
-            )),
-            (_consumer, (
-                dq_ptr, lse_ptr, delta_ptr, places, q_s, do_s, k_s, v_s, item_s,
-                q_full, do_full, k_full, v_full,
-                sq, sk, left, right, key_blocks, stride_lb, stride_lh,
-                stride_dqb, stride_dqs, stride_dqh, unit, scale,
-                1, BN, K_SLOTS, V_SLOTS, PARTS, V_PARTS, BAND, PACKED, MASKED, DO_IN_REGISTERS,
-                TURNS,
-            )),
-            (_producer, (
-                q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
-                q_full, do_full, k_full, v_full,
-                sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
-                stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh,
-                stride_vb, stride_vh,
-                GROUP, BN, K_SLOTS, V_SLOTS, PARTS, V_PARTS, CAUSAL, BAND, PACKED,
-            )),
+            (_consumer, (out, numbers, smem, items, unit, 0, T)),
+            (_consumer, (out, numbers, smem, items, unit, 1, T)),
+            (_producer, (inputs, smem, items, T)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )
 
 
 __all__ = ["query_kernel"]

@@ -4,6 +4,9 @@ The host launches a kernel with flat arguments, which `launches` remembers, and 
 in these. A bundle that a variable holds has numbers of the run only: Triton makes them of constexpr
 ones, and branches on these too. So what is compiled in travels apart, in *traits* T, tl.constexpr.
 
+Triton's cache of compiled kernels does not know the order of fields: it changes with an edit of the
+kernels that fill them, never alone.
+
 Shape legend: as in `forward`. What a call has no use for is None.
 """
 
