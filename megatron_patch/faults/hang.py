@@ -297,12 +297,11 @@ def start(options: FaultsConfig, layout: Layout, run_dir: Path) -> HangWatcher |
         (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)  # torch's own dumps go there, too
     if options.hang_seconds is None:
         return None
-    import torch
+    from megatron_patch.parallel.first_rank import of_all
 
     token = f"{stacks.utc()}-{os.urandom(3).hex()}"
-    facts: list[Any] = [None] * layout.world_size
     stacks.listen()
-    torch.distributed.all_gather_object(facts, (token, ledger.node(), os.getpid()))
+    facts = of_all((token, ledger.node(), os.getpid()))
     limits = Limits(options.hang_seconds, options.hang_startup_seconds, options.hang_pause_seconds)
     _, hosts, pids = map(list, zip(*facts, strict=True))
     watcher = HangWatcher(

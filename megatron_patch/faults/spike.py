@@ -29,7 +29,7 @@ import torch
 
 from megatron_patch.faults import skips
 from megatron_patch.faults.skips import Skips
-from megatron_patch.parallel.first_rank import on_first_rank
+from megatron_patch.parallel.first_rank import of_all, on_first_rank
 from megatron_patch.runtime.heartbeat import phase
 from megatron_patch.runtime.records import AppendOnlyFile
 from megatron_patch.runtime.watcher import ResumePoint, RewindWanted, UpdateDropped, Watcher
@@ -231,10 +231,8 @@ class SpikePolicy(Watcher):
             maxima = module.current_max_attn_logits if module.want_max_logits else None
             if maxima is not None:
                 mine[layer, self._layout.tp_rank] = [float(x) for x in maxima.flatten()]
-        every: list[Any] = [None] * self._layout.world_size
-        torch.distributed.all_gather_object(every, mine)
         heads: dict[tuple[int, int], list[float]] = {}
-        for part in every:
+        for part in of_all(mine):
             for key, values in part.items():
                 old = heads.setdefault(key, values)
                 heads[key] = [max(a, b) for a, b in zip(old, values, strict=True)]

@@ -143,11 +143,8 @@ class CaptureFile:
             raise CaptureError(f"{path} is not a capture of format {read}")
         content = BEFORE.get(found, {}) | content
         names = {f.name for f in fields(cls)}
-        odd = [
-            f"{what} {', '.join(sorted(map(str, keys)))}"
-            for what, keys in (("lacks", names - set(content)), ("has", set(content) - names))
-            if keys
-        ]
+        differs = (("lacks", names - set(content)), ("has", set(content) - names))
+        odd = [f"{what} {', '.join(sorted(map(str, keys)))}" for what, keys in differs if keys]
         if odd:
             text = f"{path} is not a capture of format {found}: it {' and '.join(odd)}"
             raise CaptureError(text)
@@ -190,10 +187,6 @@ def _is_count(x: Any) -> bool:
     return type(x) is int and x >= 0
 
 
-def _is_number(x: Any) -> bool:
-    return type(x) in (int, float) and math.isfinite(x)
-
-
 def _is_tensor(x: Any, dims: int) -> bool:
     return (
         isinstance(x, torch.Tensor)
@@ -218,8 +211,8 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sinks wq_norm wk_norm", lambda x: x is None or _is_tensor(x, 1),
      "a floating tensor [heads] or None"),
     ("causal norms_exact", lambda x: isinstance(x, bool), "True or False"),
-    ("scale", lambda x: _is_number(x) and x > 0, "a finite number above 0"),
-    ("dropout_p", lambda x: _is_number(x) and 0 <= x <= 1, "a number from 0 to 1"),
+    ("scale", lambda x: type(x) in (int, float) and 0 < x < math.inf, "a finite number above 0"),
+    ("dropout_p", lambda x: type(x) in (int, float) and 0 <= x <= 1, "a number from 0 to 1"),
     ("window", lambda x: x is None or (isinstance(x, list) and [type(i) for i in x] == [int, int]),
      "None or two whole numbers [left, right], -1 for no limit"),
     ("layout", lambda x: isinstance(x, str) and x == "sbhd", "'sbhd'"),
@@ -271,13 +264,7 @@ class Capturer:
     """
 
     def __init__(
-        self,
-        options: StabilityConfig,
-        groups: Groups,
-        folder: Path,
-        *,
-        name: str,
-        per_kv_head: int,
+        self, options: StabilityConfig, groups: Groups, folder: Path, *, name: str, per_kv_head: int
     ) -> None:
         self._options, self._groups, self._folder = options, groups, folder
         self._name, self._per_kv_head = name, per_kv_head
@@ -351,8 +338,8 @@ class Capturer:
             part = x[:, :b, torch.tensor(which, device=x.device)]
             return layout.unshard(gather(part, group), dim=0).contiguous().cpu()
 
-        q, out, do = (whole(x, heads) for x in (seen.q, seen.out, dout))
-        k, v = (whole(x, kept) for x in (seen.k, seen.v))
+        tensors: dict[str, Any] = {"q": whole(seen.q, heads), "out": whole(seen.out, heads)}
+        tensors |= {"dout": whole(dout, heads), "k": whole(seen.k, kept), "v": whole(seen.v, kept)}
         if seen.geometry.rank != 0:
             return
 
@@ -384,11 +371,7 @@ class Capturer:
             precision=PRECISIONS.get(seen.q.dtype, str(seen.q.dtype)),
             run_name=self._name,
             trigger=wanted.trigger,
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            dout=do,
+            **tensors,
         )
         # Inside the backward pass of one rank: the others would wait for it for ever.
         if self._best_effort.attempt(lambda: found.save(path)):

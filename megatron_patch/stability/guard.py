@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.attention.capabilities import EXACT_DELTA
+from megatron_patch.parallel.first_rank import on_first_rank
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema.problem import ConfigError, Problem
 
@@ -121,28 +122,22 @@ def recall(run_dir: Path) -> int:
     return int(step)
 
 
-def recall_together(run_dir: Path, step: int, *, first: bool, log: Callable[[str], None]) -> int:
+def recall_together(run_dir: Path, step: int, *, rank: int, log: Callable[[str], None]) -> int:
     """What the file of a run that goes on after ``step`` tells of, on all ranks. Collective.
 
     Raises:
         ConfigError: as `recall`, on all ranks.
     """
-    from megatron_patch.stability.groups import from_first
 
-    found: list[Any] = [0, None]
-    if first:
-        try:
-            found[0] = recall(run_dir)
-            if found[0] and not step:
-                # Begun anew on purpose: a run that misses its checkpoints is refused.
-                (run_dir / FILE).unlink()
-                log(f"stability guard: begins anew at step 0, without {FILE}")
-        except ConfigError as error:
-            found[1] = error
-    found = from_first(found)
-    if found[1] is not None:
-        raise found[1]
-    return int(found[0])
+    def look() -> int:
+        found = recall(run_dir)
+        if found and not step:
+            # Begun anew on purpose: a run that misses its checkpoints is refused.
+            (run_dir / FILE).unlink()
+            log(f"stability guard: begins anew at step 0, without {FILE}")
+        return found
+
+    return on_first_rank(look, ConfigError, rank=rank)
 
 
 def in_force_from(saved: int, noted: int, *, step: int) -> int:

@@ -25,6 +25,7 @@ import torch
 
 from megatron_patch.core_patches.optimizer import ClippedByUpdate
 from megatron_patch.parallel.buffers import unwrap
+from megatron_patch.parallel.first_rank import of_all
 from megatron_patch.training.agreement import Agreed, Agreement
 from megatron_patch.training.signals import NO_STOP, STOP_TIME, StopFlags
 
@@ -202,9 +203,7 @@ class StepGuard:
             gradient_before_reduction=None if self._local is None else bool(self._local),
             parameters=_non_finite_parameters(self._chunks),
         )
-        found: list[Any] = [None] * self.layout.world_size
-        torch.distributed.all_gather_object(found, mine)
-        return _message(self.step, found)
+        return _message(self.step, of_all(mine))
 
 
 @torch.no_grad()

@@ -20,11 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import torch
-
 from megatron_patch.checkpoint import last_checkpoint, pinned
 from megatron_patch.checkpoint.directory import IDENTITY, LATEST, NEXT, CheckpointDirectory
-from megatron_patch.parallel.first_rank import on_first_rank
+from megatron_patch.parallel.first_rank import of_all, on_first_rank
 from megatron_patch.runtime import environment
 from megatron_patch.runtime.files import check_file, write_whole
 from megatron_patch.runtime.io_errors import may_pass
@@ -313,14 +311,11 @@ def _one_directory(key: str, path: Path, token: Path, layout: Layout) -> list[Pr
     A node without the shared mount would start from scratch, or write checkpoints and logs where no
     other node finds them.
     """
-    blind: list[Any] = [None] * layout.world_size
     seen = layout.local_rank != 0 or sees_token(path, token.name)
-    torch.distributed.all_gather_object(
-        blind, None if seen else f"{socket.gethostname()} (rank {layout.rank}): {path.absolute()}"
-    )
+    here = f"{socket.gethostname()} (rank {layout.rank}): {path.absolute()}"
+    missing = [who for who in of_all("" if seen else here) if who]
     if layout.print_rank:
         token.unlink(missing_ok=True)
-    missing = [who for who in blind if who is not None]
     if not missing:
         return []
     text = (

@@ -33,7 +33,7 @@ from megatron_patch.faults.straggler import Stragglers
 from megatron_patch.monitor.hub import Monitor
 from megatron_patch.parallel import setup
 from megatron_patch.parallel.buffers import unwrap
-from megatron_patch.parallel.first_rank import on_first_rank
+from megatron_patch.parallel.first_rank import of_all, on_first_rank
 from megatron_patch.runtime import garbage
 from megatron_patch.runtime.heartbeat import Heartbeat, phase
 from megatron_patch.runtime.watcher import Action, Pin, ResumePoint, RewindWanted, StepResult, Stop
@@ -207,8 +207,7 @@ class Trainer:
 
         s, layout, monitor = self.session, self.layout, self.monitor
         roots = [unwrap(chunk) for chunk in s.chunks]
-        hosts: list[Any] = [None] * layout.world_size
-        torch.distributed.all_gather_object(hosts, ledger.node())
+        hosts = of_all(ledger.node())
         self.stability = Stability(
             self.run, layout, s.chunks, monitor=monitor, run_dir=self.run_dir
         )
