@@ -86,15 +86,9 @@ def decode(body: bytes) -> Manifest:
         files = {_name(name): _digest(name, entry) for name, entry in raw["files"].items()}
         if not files:
             raise BadCheckpoint("manifest", "manifest lists no files")
-        return Manifest(
-            step=_count(raw["step"]),
-            attempt=_count(raw["attempt"]),
-            store=str(raw["store"]),
-            created=str(raw["created"]),
-            world_size=_count(raw["world_size"]),
-            files=files,
-            info=dict(raw["info"]),
-        )
+        about: dict[str, Any] = {n: _count(raw[n]) for n in ("step", "attempt", "world_size")}
+        about |= {name: str(raw[name]) for name in ("store", "created")}
+        return Manifest(**about, files=files, info=dict(raw["info"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint("manifest", f"manifest is malformed: {error!r}") from None
 

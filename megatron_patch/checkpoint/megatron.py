@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AXES = ("tp", "pp", "cp", "dp", "ep")
 EVERYTHING = frozenset(CARRIED)
 
 
@@ -276,10 +275,8 @@ class Checkpointer:
 
     def _shape(self) -> dict[str, Any]:
         """What must be equal for random streams to be taken over."""
-        sizes = {axis: getattr(self.layout, f"{axis}_size") for axis in AXES}
         return {
-            "world_size": self.layout.world_size,
-            **sizes,
+            **self.layout.sizes("{}"),
             "virtual_stages": len(self.parts.chunks),
             "device": self.run.training.device,
         }

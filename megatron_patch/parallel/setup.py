@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_patch.schema.run import RunConfig
 
 PIPELINE_SEED_STRIDE = 100  # as Megatron-LM: stages draw different initial weights
+AXES = ("tp", "pp", "cp", "dp", "ep")
 
 
 _own_port: str | None = None
@@ -71,9 +72,13 @@ class Layout:
 
     def describe(self) -> str:
         """``rank 3 (tp 1, pp 0, cp 0, dp 1, ep 0)``."""
-        axes = ("tp", "pp", "cp", "dp", "ep")
-        where = ", ".join(f"{a} {getattr(self, a + '_rank')}" for a in axes)
+        where = ", ".join(f"{a} {getattr(self, a + '_rank')}" for a in AXES)
         return f"rank {self.rank} ({where})"
+
+    def sizes(self, form: str) -> dict[str, int]:
+        """World size, and that of every axis under ``form`` with its name."""
+        sizes = {form.format(axis): getattr(self, f"{axis}_size") for axis in AXES}
+        return {"world_size": self.world_size, **sizes}
 
 
 def model_parallel_size(run: RunConfig) -> int:
@@ -200,15 +205,11 @@ def initialize(run: RunConfig) -> Layout:
     else:
         count = torch.cuda.device_count()
         if local_rank >= count:
-            raise LayoutError(
-                [
-                    Problem(
-                        "training.device",
-                        f"cuda: local rank {local_rank} has no GPU, {count} visible; start at most "
-                        f"{count} ranks a node, or set training.device: cpu",
-                    )
-                ]
+            text = (
+                f"cuda: local rank {local_rank} has no GPU, {count} visible; start at most "
+                f"{count} ranks a node, or set training.device: cpu"
             )
+            raise LayoutError([Problem("training.device", text)])
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
@@ -221,8 +222,9 @@ def initialize(run: RunConfig) -> Layout:
         store=store,
     )
     _megatron_groups(run)
-    _seed(run)
-    return _layout(rank, world_size, local_rank, device=device)
+    layout = _layout(rank, world_size, local_rank, device=device)
+    seed_streams(run.training.seed, layout.pp_rank)
+    return layout
 
 
 def _megatron_groups(run: RunConfig) -> None:
@@ -246,12 +248,11 @@ def _megatron_groups(run: RunConfig) -> None:
     )
 
 
-def _seed(run: RunConfig) -> None:
+def seed_streams(seed: int, pp_rank: int) -> None:
     """Python, NumPy, torch and Megatron's tracked streams, as Megatron-LM seeds them."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
 
-    seed = run.training.seed
-    seed += PIPELINE_SEED_STRIDE * parallel_state.get_pipeline_model_parallel_rank()
+    seed += PIPELINE_SEED_STRIDE * pp_rank
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -261,22 +262,14 @@ def _seed(run: RunConfig) -> None:
 def _layout(rank: int, world_size: int, local_rank: int, *, device: torch.device) -> Layout:
     from megatron.core import parallel_state as ps
 
-    return Layout(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        device=device,
-        tp_rank=ps.get_tensor_model_parallel_rank(),
-        tp_size=ps.get_tensor_model_parallel_world_size(),
-        pp_rank=ps.get_pipeline_model_parallel_rank(),
-        pp_size=ps.get_pipeline_model_parallel_world_size(),
-        cp_rank=ps.get_context_parallel_rank(),
-        cp_size=ps.get_context_parallel_world_size(),
-        dp_rank=ps.get_data_parallel_rank(),
-        dp_size=ps.get_data_parallel_world_size(),
-        ep_rank=ps.get_expert_model_parallel_rank(),
-        ep_size=ps.get_expert_model_parallel_world_size(),
-    )
+    names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "dp": "data",
+             "ep": "expert_model"}  # fmt: skip
+    places = {
+        f"{axis}_{short}": getattr(ps, f"get_{name}_parallel_{what}")()
+        for axis, name in names.items()
+        for short, what in (("rank", "rank"), ("size", "world_size"))
+    }
+    return Layout(rank, world_size, local_rank, device, **places)
 
 
 def destroy() -> None:

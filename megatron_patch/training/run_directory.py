@@ -41,7 +41,6 @@ FINISHED, LOCK = "FINISHED", ".lock"
 STEP = '{"step": '
 """What the marker begins with."""
 TOKEN = ".seen-by-every-node-"
-AXES = ("tp", "pp", "cp", "dp", "ep")
 
 PATIENCE_S = 90.0
 """How long a node waits for another node's file: NFS may keep a directory for a minute."""
@@ -134,9 +133,7 @@ def take(loaded: Loaded, layout: Layout) -> RunDirectory:
 
     def open_here() -> tuple[bool, dict[str, Path]]:
         nonlocal directory
-        sizes = {f"{axis}_size": getattr(layout, f"{axis}_size") for axis in AXES}
-        report = {"world_size": layout.world_size, **sizes, **environment.report()}
-        directory = open_run(loaded, report)
+        directory = open_run(loaded, layout.sizes("{}_size") | environment.report())
         if not directory.finished:
             directory.take_store(run)
         return directory.finished, _leave_tokens(run, directory)

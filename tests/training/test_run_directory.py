@@ -263,19 +263,19 @@ def test_a_key_that_came_with_an_update_does_not_end_a_run(tiny) -> None:
 
 RANK = """
 import sys
-from types import SimpleNamespace
 
+import torch
 import torch.distributed as dist
 
 from megatron_patch.config import load
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.schema.problem import ConfigError
 from megatron_patch.training import run_directory
 
 run_directory.PATIENCE_S = float(sys.argv[4])
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-sizes = {f"{axis}_size": 1 for axis in ("tp", "pp", "cp", "dp", "ep")}
-layout = SimpleNamespace(rank=rank, local_rank=0, world_size=2, print_rank=rank == 0, **sizes)
+layout = Layout(rank, 2, 0, torch.device("cpu"), *(0, 1) * 5)
 try:
     loaded = load("tiny.yaml", ("run_dir=" + sys.argv[3]).split())
     directory = run_directory.take(loaded, layout)
