@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import poisoned_step
 import pytest
 import tiny_trainer
@@ -35,9 +33,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("sharded", ["true", "false"])
-def test_no_rank_updates_where_one_gradient_is_bad(
-    tmp_path: Path, corpus: Path, sharded: str
-) -> None:
+def test_no_rank_updates_where_one_gradient_is_bad(tmp_path, corpus, sharded):
     (tmp_path / "gated.py").write_text(CPU + poisoned_step.SCRIPT + GATED)
     command = tiny_trainer.train(
         tmp_path / "run", corpus, "training.precision=bf16", "training.micro_batch_size=2",
