@@ -261,19 +261,8 @@ def table() -> str:
     return "\n".join(lines)
 
 
-_FLAGS = (
-    "v_head_dim",
-    "gqa",
-    "window",
-    "sinks",
-    "softcap",
-    "dropout",
-    "thd",
-    "deterministic",
-    "max_logits",
-    "cp",
-    "fp8",
-)
+_FLAGS = ("v_head_dim", "gqa", "window", "sinks", "softcap", "dropout", "thd", "deterministic",
+          "max_logits", "cp", "fp8")  # fmt: skip
 
 
 def _flag(name: str) -> Callable[[Capability], str]:

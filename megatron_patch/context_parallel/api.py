@@ -60,16 +60,8 @@ HEAD_GROUPS = 4
 Pack = tuple[torch.Tensor | None, torch.Tensor | None, int | None, Sequence[int] | None]
 """cu_seqlens, cu_seqlens_padded, max_seqlen, document_lengths: `context_parallel_attention`."""
 
-__all__ = [
-    "BACKENDS",
-    "MODES",
-    "ContextParallel",
-    "ContextParallelError",
-    "attend",
-    "bytes_sent",
-    "check",
-    "context_parallel_attention",
-]
+__all__ = ["BACKENDS", "MODES", "ContextParallel", "ContextParallelError", "attend", "bytes_sent",
+           "check", "context_parallel_attention"]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

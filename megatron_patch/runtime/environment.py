@@ -18,16 +18,9 @@ from typing import Any
 import megatron_patch
 
 DISTRIBUTIONS = (
-    "megatron-patch-stable",
-    "torch",
-    "triton",
-    "megatron-core",
-    "nvidia-resiliency-ext",
-    "transformer-engine",
-    "apex",
-    "numpy",
-    "psutil",
-)
+    "megatron-patch-stable", "torch", "triton", "megatron-core", "nvidia-resiliency-ext",
+    "transformer-engine", "apex", "numpy", "psutil",
+)  # fmt: skip
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher tells every rank."""
 NVRX, NVRX_CORE = "nvidia-resiliency-ext", (0, 6)
@@ -70,13 +63,8 @@ def hide_old_nvrx() -> str | None:
     return found
 
 
-GPU_PACKAGES = (
-    "transformer_engine",
-    "transformer_engine_torch",
-    "apex",
-    "amp_C",
-    "fused_weight_gradient_mlp_cuda",
-)
+GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C",
+                "fused_weight_gradient_mlp_cuda")  # fmt: skip
 """What Megatron-Core takes wherever it can be imported, although it computes on GPUs only."""
 
 
@@ -121,12 +109,8 @@ def cudnn_conflict() -> str | None:
 
 def report() -> dict[str, Any]:
     """Versions (None: not installed), devices and commit, ready for JSON."""
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "commit": commit(),
-    }
-    found |= {name: version(name) for name in DISTRIBUTIONS}
+    found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
+    found |= {"commit": commit()} | {name: version(name) for name in DISTRIBUTIONS}
     found["megatron-patch-stable"] = megatron_patch.__version__
     found["apex_cuda_extensions"] = importlib.util.find_spec("amp_C") is not None
     return found | devices()

@@ -35,17 +35,12 @@ def enforce(options: TrainingConfig) -> None:
     """
     if not options.deterministic:
         return
-    problems = []
-    for name, accepted in _REQUIRED.items():
-        value = os.environ.setdefault(name, accepted[0])
-        if value not in accepted:
-            problems.append(
-                Problem(
-                    "training.deterministic",
-                    f"true, but the environment sets {name}={value}; unset it, or use one of "
-                    f"{', '.join(accepted)}",
-                )
-            )
+    text = "true, but the environment sets {}={}; unset it, or use one of {}"
+    problems = [
+        Problem("training.deterministic", text.format(name, value, ", ".join(accepted)))
+        for name, accepted in _REQUIRED.items()
+        if (value := os.environ.setdefault(name, accepted[0])) not in accepted
+    ]
     if problems:
         raise ConfigError(problems)
     torch.use_deterministic_algorithms(True)
@@ -61,7 +56,5 @@ def line(options: TrainingConfig) -> str:
         return "deterministic: yes; a resume on the same layout and software repeats every bit"
     if options.device == "cpu":
         return "deterministic: not enforced (training.deterministic: false)"
-    return (
-        "deterministic: no; a resume agrees to rounding, not bitwise "
-        "(training.deterministic: true does)"
-    )
+    text = "deterministic: no; a resume agrees to rounding, not bitwise "
+    return text + "(training.deterministic: true does)"

@@ -60,11 +60,9 @@ class _Finding:
 def global_name(module: torch.nn.Module, name: str) -> str:
     """Name of a GPTModel's parameter with layers counted over the whole model, not the chunk."""
     match = _LAYER.match(name)
-    if match is None:
-        return name
-    layer = module.get_submodule(f"{match[1]}{match[2]}")
+    layer = module.get_submodule(f"{match[1]}{match[2]}") if match else None
     number = getattr(layer, "layer_number", None)
-    if number is None:
+    if match is None or number is None:
         return name
     return f"{match[1]}{number - 1}.{name[match.end() :]}"
 
@@ -105,20 +103,14 @@ class StepGuard:
         self._chunks: list[torch.nn.Module] = []
 
     def begin(
-        self,
-        step: int,
-        chunks: list[torch.nn.Module],
-        *,
-        meanwhile: Callable[[], None] | None = None,
+        self, step: int, chunks: list[Any], *, meanwhile: Callable[[], None] | None = None
     ) -> None:
         """Start watching the update of ``step`` (1-based).
 
         ``meanwhile`` is called when the host is about to wait for the device.
         """
-        self._meanwhile = meanwhile
-        self.step, self._chunks = step, chunks
-        self._loss = self._local = None
-        self._unread = False
+        self.step, self._chunks, self._meanwhile = step, chunks, meanwhile
+        self._loss, self._local, self._unread = None, None, False
         self._agreement.begin()
 
     def loss(self, report: torch.Tensor | None) -> None:
@@ -236,9 +228,8 @@ def _message(step: int, found: list[_Finding]) -> str:
     if local:
         lines.append(f"  gradients not finite before their reduction on {_some(local)}")
     elif not known:
-        lines.append(
-            "  the rank cannot be told: parallel.overlap_grad_reduce had reduced the gradients"
-        )
+        text = "  the rank cannot be told: parallel.overlap_grad_reduce had reduced the gradients"
+        lines.append(text)
     named: dict[str, str] = {}
     for finding in found[::-1]:  # later pipeline stages first: nearer to the loss
         for name, bad, total in finding.parameters:

@@ -35,53 +35,22 @@ DATA_RECORD = "sequences"
 Change = tuple[str, str, str]
 """(key, old, new); a key that one of the two lacks is ``absent`` there."""
 
-CHANGEABLE = (
-    "name",
-    "run_dir",
-    "training.train_steps",
-    "training.micro_batch_size",
-    "training.device",
-    "training.deterministic",
-    "training.recompute",
-    "training.eval_interval",
-    "training.eval_steps",
-    "training.eval_test",
-    "training.exit_after_minutes",
-    "training.exit_at_step",
-    "training.check_finite",
-    "training.compile_fusions",
-    "training.gradient_accumulation_fusion",
-    "training.grouped_experts",
-    "training.fp8",
-    "optimizer.implementation",
-    "optimizer.lr",
-    "optimizer.min_lr",
-    "optimizer.clip_grad",
-    "optimizer.qk_clip",
-    "optimizer.schedule_from",
-    "parallel",
-    "attention",
-    "checkpoint",
-    "logging",
-    "stability",
-    "faults",
-    "data.num_workers",
-    "data.verify",
-    "model.layer_spec",
-    "model.rope_fusion",
-    "cluster",
-)
+_CHANGEABLE = """
+    name run_dir parallel attention checkpoint logging stability faults cluster
+    training.train_steps training.micro_batch_size training.device training.deterministic
+    training.recompute training.eval_interval training.eval_steps training.eval_test
+    training.exit_after_minutes training.exit_at_step training.check_finite
+    training.compile_fusions training.gradient_accumulation_fusion training.grouped_experts
+    training.fp8 optimizer.implementation optimizer.lr optimizer.min_lr optimizer.clip_grad
+    optimizer.qk_clip optimizer.schedule_from data.num_workers data.verify model.layer_spec
+    model.rope_fusion
+"""
+CHANGEABLE = tuple(_CHANGEABLE.split())
 """Keys a resumed run may change: they say how, how long and where, not what is trained. Learning
 rate and clip are what saves a run that diverges; new values count from the next step on."""
 
-SCHEDULE = (
-    "optimizer.schedule",
-    "optimizer.warmup_steps",
-    "optimizer.begin_step",
-    "optimizer.decay_steps",
-    "optimizer.wsd_decay_steps",
-    "optimizer.wsd_decay_style",
-)
+_SCHEDULE = "schedule warmup_steps begin_step decay_steps wsd_decay_steps wsd_decay_style"
+SCHEDULE = tuple(f"optimizer.{name}" for name in _SCHEDULE.split())
 """Keys of the schedule: they change under ``optimizer.schedule_from: now`` only. Of `decay_steps`
 the checkpoint knows the value in effect, and a configuration does not."""
 
@@ -152,12 +121,8 @@ def keep_recorded(loaded: Loaded) -> Loaded:
     return replace(loaded, config=run, tree=tree)
 
 
-DROPOUT = (
-    "training.micro_batch_size",
-    "parallel.sequence_parallel",
-    "attention.backend",
-    "model.layer_spec",
-)
+DROPOUT = ("training.micro_batch_size", "parallel.sequence_parallel", "attention.backend",
+           "model.layer_spec")  # fmt: skip
 """Keys that decide in which order dropout draws; other layouts are told when they are loaded."""
 
 UNLOGGED = ("name", "run_dir", "optimizer.decay_steps", "optimizer.schedule_from")

@@ -133,15 +133,9 @@ def go_on(
     old, new = before.shape(), now.shape()
     names = [name for name in new if name in old and old[name] != new[name]]
     if names and o.schedule_from == "start":
-        return [
-            Problem(
-                f"optimizer.{name}",
-                f"{getattr(now, name)}, but the schedule that this run goes on with has "
-                f"{getattr(before, name)}: set it back, or ask for the change with "
-                f"optimizer.schedule_from: now ({change})",
-            )
-            for name in names
-        ], []
+        text = "{}, but the schedule that this run goes on with has {}: set it back, or ask for "
+        text += f"the change with optimizer.schedule_from: now ({change})"
+        return [Problem(f"optimizer.{n}", text.format(new[n], old[n])) for n in names], []
     scheduler.lr_decay_steps = now.decay_steps - now.begin_step
     scheduler.step(increment=0)
     lines = [] if (now.lr, now.min_lr, new) == (before.lr, before.min_lr, old) else [change]

@@ -71,12 +71,8 @@ def build_session(
     chunks = optimizers.wrap_chunks(run, built.chunks)
     optimizer, line = optimizers.build_optimizer(run, chunks)
     monitor.say(line)
-    guard = StepGuard(
-        layout,
-        stop,
-        check=run.training.check_finite,
-        local_flags=not run.parallel.overlap_grad_reduce,
-    )
+    local = not run.parallel.overlap_grad_reduce
+    guard = StepGuard(layout, stop, check=run.training.check_finite, local_flags=local)
     guard.watch(optimizer, gate_of(optimizer))
 
     def finalize(model: list[Any], num_tokens: Any = None, **options: Any) -> None:
@@ -100,9 +96,8 @@ def build_session(
         ),
         hooks_enabled=run.parallel.overlap_param_gather,
     )
-    padded = built.vocab_size
-    monitor.say(parameter_line(built.chunks, layout, padded))
-    return session, padded
+    monitor.say(parameter_line(built.chunks, layout, built.vocab_size))
+    return session, built.vocab_size
 
 
 def parameter_line(chunks: list[Any], layout: Layout, padded_vocab: int) -> str:
