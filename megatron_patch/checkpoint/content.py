@@ -252,8 +252,8 @@ def read(request: dict[str, Any], folder: Path, index: Metadata) -> dict[str, An
     from megatron_patch.checkpoint.safe_reader import safe_loading
 
     try:
-        with safe_loading(index), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # core and torch about their own future
+        quiet = warnings.catch_warnings(action="ignore")  # core and torch about their own future
+        with safe_loading(index), torch.no_grad(), quiet:
             return dist_checkpointing.load(request, str(folder), validate_access_integrity=False)
     except (Exception, CheckpointException) as error:  # torch's is a BaseException
         cause = _cause(error)

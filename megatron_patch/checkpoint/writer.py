@@ -107,8 +107,7 @@ def plan(state: dict[str, Any], folder: Path) -> Plan:
 
     # Core would start a manager process for a queue that is not used here.
     filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # core and torch about their own future
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # about their own future
         dist_checkpointing.save(
             state, str(folder), Planner(), async_sharded_save=True, async_strategy="mcore"
         )

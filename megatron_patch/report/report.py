@@ -26,15 +26,9 @@ WINDOW = 50
 RISE = 0.5
 """nats above the lowest loss before, from which a loss has risen."""
 GOOD, FAIR, BAD, NONE = "good", "watch", "bad", "none"
-_STATES = {
-    "finished": GOOD,
-    "running": GOOD,
-    "stopped": FAIR,
-    "interrupted": FAIR,
-    "guarded": BAD,  # in danger, and the same command would stop again
-    "failed": BAD,
-    "non-finite": BAD,
-}
+# Guarded: in danger, and the same command would stop again.
+_STATES = {"finished": GOOD, "running": GOOD, "stopped": FAIR, "interrupted": FAIR,
+           "guarded": BAD, "failed": BAD, "non-finite": BAD}  # fmt: skip
 CURVES = (
     ("loss", "Loss", "nats per token", False),
     ("grad_norm", "Gradient norm before clipping", "norm", True),
