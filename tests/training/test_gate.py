@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron_cpu import VOCAB, layout, single_rank, tiny_run
 
+from megatron_patch.core_patches.optimizer import use_fused_kernel
 from megatron_patch.faults.spike import SpikePolicy
 from megatron_patch.model.build import build_model
 from megatron_patch.runtime.heartbeat import PULSE
@@ -20,7 +21,7 @@ from megatron_patch.schema.model import MoEConfig
 from megatron_patch.training import finite
 from megatron_patch.training.finite import NonFiniteError, StepGuard
 from megatron_patch.training.gate import gate_of
-from megatron_patch.training.optimizer import build_optimizer, use_fused_kernel, wrap_chunks
+from megatron_patch.training.optimizer import build_optimizer, wrap_chunks
 from megatron_patch.training.signals import StopFlags
 
 

@@ -19,7 +19,7 @@ build, gate_of = optimizer.build_optimizer, session.gate_of
 
 def fused(run, chunks):  # as on a GPU
     made, line = build(run, chunks)
-    optimizer.use_fused_kernel(made)
+    optimizer.core.use_fused_kernel(made)
     return made, line
 
 def gated(made):
