@@ -138,10 +138,8 @@ def check_options(
             f"it was saved with training.precision: {info.get('precision')}, this run has "
             f"{precision}; {remedy}"
         )
-    before = dict(info.get("layout") or {})
-    changed = [
-        axis for axis in ("tp", "pp", "ep", "virtual_stages") if before.get(axis) != layout[axis]
-    ]
+    before, axes = dict(info.get("layout") or {}), ("tp", "pp", "ep", "virtual_stages")
+    changed = [axis for axis in axes if before.get(axis) != layout[axis]]
     if info.get("optimizer_sharding") == "dp_reshardable" and changed:
         raise MismatchError(
             "its optimizer state was saved with checkpoint.optimizer_sharding: dp_reshardable, "
@@ -220,9 +218,8 @@ def check_fit(asked: list[list[Any]], index: Metadata, *, skip: str) -> None:
     ]
     if problems:
         more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        text = "\n  ".join(
-            ["the checkpoint does not fit this configuration:", *problems[:SHOWN], *more]
-        )
+        head = "the checkpoint does not fit this configuration:"
+        text = "\n  ".join([head, *problems[:SHOWN], *more])
         if all(problem.startswith("optimizer.") for problem in problems):
             text += (
                 "\nthe model fits, the optimizer is another one: set optimizer.name back, or leave "

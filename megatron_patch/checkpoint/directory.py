@@ -144,13 +144,9 @@ class CheckpointDirectory:
 
     def attempts(self, step: int) -> list[int]:
         """Attempt numbers of ``step`` that were ever used, moved aside ones included."""
-        numbers = []
-        for folder in (self.root, self.root / ASIDE):
-            for name in os.listdir(folder) if folder.is_dir() else ():
-                match = DIRECTORY.match(name)
-                if match and int(match[1]) == step:
-                    numbers.append(int(match[2]))
-        return numbers
+        folders = [folder for folder in (self.root, self.root / ASIDE) if folder.is_dir()]
+        found = [DIRECTORY.match(name) for folder in folders for name in os.listdir(folder)]
+        return [int(match[2]) for match in found if match and int(match[1]) == step]
 
     # ---------------------------------------------------------------- latest
 

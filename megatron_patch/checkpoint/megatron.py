@@ -163,21 +163,16 @@ class Checkpointer:
             SaveError: the attempt was abandoned on all ranks; earlier checkpoints are untouched.
         """
         self.finalize(blocking=True)
-        progress = replace(
-            progress, abandoned_saves=progress.abandoned_saves + self.store.failed_saves
-        )
+        failed = progress.abandoned_saves + self.store.failed_saves
+        progress = replace(progress, abandoned_saves=failed)
         attempt = self.store.begin(progress.step)
         background = self.run.checkpoint.async_save
         # Core plans a save with collectives of its own. A rank that fails before them would leave
         # the others waiting in them, so what is local is done, and agreed on, first.
-        sharding = self.run.checkpoint.optimizer_sharding
+        how = self.run.checkpoint.optimizer_sharding
+        add = partial(content.add_optimizer, optimizer_sharding=how, loading=False)
         state = self._attempted(attempt, lambda: self._own_state(progress))
-        self._attempted(
-            attempt,
-            lambda: content.add_optimizer(
-                state, self.parts, optimizer_sharding=sharding, loading=False
-            ),
-        )
+        self._attempted(attempt, lambda: add(state, self.parts))
         plan: writer.Plan = self._attempted(attempt, lambda: writer.plan(state, attempt.path))
         self._attempted(attempt, lambda: plan.stage(copy=background))
         self._pending = pending = _Pending(attempt, plan)
@@ -299,9 +294,8 @@ class Checkpointer:
             if progress is not None:
                 return progress
             if self._run_dir is not None:
-                self._asked(
-                    partial(last_checkpoint.refuse_to_forget, self._run_dir, self.store.root)
-                )
+                here = self._run_dir, self.store.root
+                self._asked(lambda: last_checkpoint.refuse_to_forget(*here))
         if options.resume == "required":
             raise CheckpointError(
                 f"checkpoint.resume is required, and there is no checkpoint in {self.store.root}"
@@ -394,16 +388,14 @@ class Checkpointer:
         sizes = {name: digest.size for name, digest in found.manifest.files.items()}
         same_layout = info.get("layout") == self._shape()
         together = partial(self._together, found)
+        ours: dict[str, Any] = {
+            "distributed_optimizer": self.parts.distributed_optimizer,
+            "precision": self.run.training.precision,
+            "layout": self._shape(),
+        }
         try:
             if "optimizer" in carried:
-                together(
-                    lambda: content.check_options(
-                        info,
-                        distributed_optimizer=self.parts.distributed_optimizer,
-                        precision=self.run.training.precision,
-                        layout=self._shape(),
-                    )
-                )
+                together(lambda: content.check_options(info, **ours))
             index = together(lambda: read_metadata(path, sizes))
             if not own and self._inherit is not None:
                 self._inherit(path, dict(together(lambda: content.read({}, path, index))["run"]))

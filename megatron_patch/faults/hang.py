@@ -317,13 +317,10 @@ def record_collectives(run_dir: Path) -> None:
     torch 2.11 and 2.13 read these names (``TORCH_NCCL_TRACE_BUFFER_SIZE`` and
     ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` are the older ones of the first and the last).
     """
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     prefix = str(run_dir / FOLDER / stacks.RECORDER_PREFIX)
-    for name, value in (
-        ("TORCH_FR_BUFFER_SIZE", "2000"),
-        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
-        ("TORCH_FR_DUMP_TEMP_FILE", prefix),
-    ):
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", prefix)
 
 
 def _there(path: Path) -> bool:

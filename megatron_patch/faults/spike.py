@@ -42,11 +42,8 @@ FILE = "spikes.jsonl"
 FLOOR = 0.01
 """Smallest deviation, as a share of the median."""
 TO_SIGMA = 1.4826
-_DONE = {
-    "record": "recorded, the update is taken",
-    "skip": "the update is dropped",
-    "rewind": "going back",
-}
+_DONE = {"record": "recorded, the update is taken", "skip": "the update is dropped",
+         "rewind": "going back"}  # fmt: skip
 
 
 class RewindsUsedUp(RuntimeError):
@@ -99,11 +96,8 @@ class Detector:
     def judge(self, loss: float, grad_norm: float) -> tuple[bool, float, float]:
         """(spike, score of the loss, score of the norm); the step enters the history."""
         loss_z, norm_z = self.scores(loss, grad_norm)
-        limits = self.options.loss_z, self.options.grad_norm_z
-        found = any(
-            limit is not None and z > limit
-            for z, limit in zip((loss_z, norm_z), limits, strict=True)
-        )
+        limits = (loss_z, self.options.loss_z), (norm_z, self.options.grad_norm_z)
+        found = any(limit is not None and z > limit for z, limit in limits)
         self.history.append((loss, grad_norm))
         return found, loss_z, norm_z
 

@@ -40,10 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FORMAT = 4
-BEFORE: dict[int, dict[str, Any]] = {
-    2: {"norms_exact": False, "variant": None},
-    3: {"variant": None},
-}
+BEFORE: dict[int, dict[str, Any]]
+BEFORE = {2: {"norms_exact": False, "variant": None}, 3: {"variant": None}}
 """Read too: what such a file does not hold. The spectral norms of format 2 are lower bounds;
 neither names variants."""
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

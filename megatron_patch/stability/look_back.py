@@ -121,11 +121,8 @@ def _in_order_of(
     """The records with the columns of this run; one that they lack is NaN."""
     found = np.zeros(len(records), record.record_dtype(meta))
     found["step"] = records["step"]
-    for part, key in (
-        ("scalars", "scalars"),
-        ("layers", "layer_metrics"),
-        ("heads", "head_metrics"),
-    ):
+    parts = {"scalars": "scalars", "layers": "layer_metrics", "heads": "head_metrics"}
+    for part, key in parts.items():
         for i, name in enumerate(meta[key]):
             known = name in theirs[key]
             found[part][:, i] = records[part][:, theirs[key].index(name)] if known else np.nan

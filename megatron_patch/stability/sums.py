@@ -106,15 +106,9 @@ class HeadSums:
     """
 
     def __init__(
-        self,
-        *,
-        layers: int,
-        heads: int,
-        first_head: int,
-        rows: int,
-        sequences: int,
+        self, *, layers: int, heads: int, first_head: int, rows: int, sequences: int,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.first_head, self.rows, self.sequences = first_head, rows, sequences
         self._sums = torch.zeros(layers, heads, len(FIELDS), dtype=torch.float64, device=device)
         self._maxima = torch.full((layers, heads), -math.inf, device=device)
@@ -260,8 +254,8 @@ def _values(
     """
     clean, stored = source.clean, _rows(out)
     ones = torch.ones_like(facts.delta)
-    values = {"rows": ones}
-    values |= {name: getattr(facts, name) for name in ("entropy", "first", "top", "common")}
+    named = ("entropy", "first", "top", "common")
+    values = {"rows": ones} | {name: getattr(facts, name) for name in named}
     plain = used = None
     if low is not None:
         lost = _rows(decode_residual(out, low))
@@ -302,18 +296,10 @@ def exact_max_logits(seen: Seen) -> torch.Tensor:
     q, k, v = seen.q, seen.k, seen.v
     kernel = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     kernel = kernel and all(d % 8 == 0 and 8 <= d <= 256 for d in (q.shape[-1], v.shape[-1]))
-    options = {"stabilizer": "none"} if kernel else {}
-    result = (stable_attention if kernel else reference_attention)(
-        q,
-        k,
-        v,
-        layout="sbhd",
-        causal=seen.geometry.causal,
-        window=seen.geometry.window,
-        scale=seen.geometry.scale,
-        return_max_logits=True,
-        **options,  # type: ignore[arg-type]
-    )
+    options: dict[str, Any] = {"stabilizer": "none"} if kernel else {}
+    options |= {name: getattr(seen.geometry, name) for name in ("causal", "window", "scale")}
+    attention = stable_attention if kernel else reference_attention
+    result = attention(q, k, v, layout="sbhd", return_max_logits=True, **options)
     assert isinstance(result, tuple)
     return result[1]
 
