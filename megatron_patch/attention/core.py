@@ -113,9 +113,8 @@ class CoreAttention(torch.nn.Module):
         self.hierarchical = tuple(getattr(pg_collection, "hcp", None) or ())
         self.cp_comm_type = cp_comm_type or "p2p"
         self.softmax_scale = softmax_scale
-        self.dropout_p = (
-            config.attention_dropout if attention_dropout is None else attention_dropout
-        )
+        own = attention_dropout
+        self.dropout_p = config.attention_dropout if own is None else own
         # apply_query_key_layer_scaling divides by the layer number before an fp16 softmax and
         # multiplies after it; with float32 scores both halves drop out.
         self.window = None
@@ -275,10 +274,9 @@ class CoreAttention(torch.nn.Module):
         group, hierarchical = self.cp_group, self.hierarchical
         own = None if params is None else getattr(params, "cp_group", None)
         size = None if params is None else getattr(params, "local_cp_size", None)
-        if own is not None:
-            if own is not group:
-                group, hierarchical = own, ()
-        elif size is not None:
+        if own is not None and own is not group:
+            group, hierarchical = own, ()
+        elif own is None and size is not None:
             if size > 1:
                 raise ValueError(
                     f"packed_seq_params.local_cp_size is {int(size)} without a cp_group; give the "
@@ -288,15 +286,12 @@ class CoreAttention(torch.nn.Module):
         if group is None or group.size() == 1:
             return None
         if not BACKENDS[self.backend_name].cp:
-            registry.check(
-                self.backend_name, dataclasses.replace(self._requirements(), cp=group.size())
-            )
+            facts = dataclasses.replace(self._requirements(), cp=group.size())
+            registry.check(self.backend_name, facts)
         return ContextParallel(
-            group=group,
-            mode=self.cp_comm_type,
-            hierarchical=hierarchical or None,
+            group=group, mode=self.cp_comm_type, hierarchical=hierarchical or None,
             **self.cp_options,
-        )
+        )  # fmt: skip
 
     def use(self, backend: str, **options: Any) -> None:
         """Serve all further calls by another backend, or by the same with other options.

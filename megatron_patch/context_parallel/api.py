@@ -59,6 +59,7 @@ HEAD_GROUPS = 4
 
 Pack = tuple[torch.Tensor | None, torch.Tensor | None, int | None, Sequence[int] | None]
 """cu_seqlens, cu_seqlens_padded, max_seqlen, document_lengths: `context_parallel_attention`."""
+NOT_PACKED: Pack = (None, None, None, None)
 
 __all__ = ["BACKENDS", "MODES", "ContextParallel", "ContextParallelError", "attend", "bytes_sent",
            "check", "context_parallel_attention"]  # fmt: skip
@@ -169,30 +170,16 @@ def context_parallel_attention(
     except AttentionArgumentError as error:
         raise ContextParallelError(str(error)) from None
     ranks = ContextParallel(
-        group=group,
-        mode=mode,
-        hierarchical=hierarchical,
-        gradient_wire=gradient_wire,
-        head_groups=head_groups,
-        transfers=transfers,
-    )
+        group=group, mode=mode, hierarchical=hierarchical, gradient_wire=gradient_wire,
+        head_groups=head_groups, transfers=transfers,
+    )  # fmt: skip
     if backend not in tuple(BACKENDS):
         raise _not_allowed("backend", backend, BACKENDS)
     return attend(
-        q,
-        k,
-        v,
-        parsed,
-        ranks=ranks,
-        primitives=BACKENDS[backend],
-        sinks=sinks,
-        dropout_seed=dropout_seed,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_padded=cu_seqlens_padded,
-        max_seqlen=max_seqlen,
-        document_lengths=document_lengths,
-        return_max_logits=return_max_logits,
-    )
+        q, k, v, parsed, ranks=ranks, primitives=BACKENDS[backend], sinks=sinks,
+        packed=(cu_seqlens, cu_seqlens_padded, max_seqlen, document_lengths),
+        dropout_seed=dropout_seed, return_max_logits=return_max_logits,
+    )  # fmt: skip
 
 
 @_eagerly
@@ -204,12 +191,9 @@ def attend(
     *,
     ranks: ContextParallel,
     primitives: str,
+    packed: Pack = NOT_PACKED,
     sinks: torch.Tensor | None = None,
     dropout_seed: int | torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    cu_seqlens_padded: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    document_lengths: Sequence[int] | None = None,
     return_max_logits: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`context_parallel_attention` with parsed options, by the chunk primitives of a module."""
@@ -228,20 +212,10 @@ def attend(
         if isinstance(each, GroupCommunicator):
             each.connect(q.device)
     attention = build(
-        q,
-        k,
-        v,
-        options,
-        want_max_logits=return_max_logits,
-        sinks=sinks,
-        everyone=comm,
-        levels=levels,
-        mode=ranks.mode,
-        primitives=primitives,
-        packed=(cu_seqlens, cu_seqlens_padded, max_seqlen, document_lengths),
-        wire=WIRES[ranks.gradient_wire],
-        head_groups=ranks.head_groups,
-    )
+        q, k, v, options, want_max_logits=return_max_logits, sinks=sinks, everyone=comm,
+        levels=levels, mode=ranks.mode, primitives=primitives, packed=packed,
+        wire=WIRES[ranks.gradient_wire], head_groups=ranks.head_groups,
+    )  # fmt: skip
     if isinstance(dropout_seed, int):
         dropout_seed = torch.full((), dropout_seed, dtype=torch.int64, device=q.device)
     out, top = _Function.apply(q, k, v, sinks, dropout_seed, attention)
@@ -260,7 +234,7 @@ def build(
     mode: str,
     primitives: str,
     want_max_logits: bool = False,
-    packed: Pack = (None, None, None, None),
+    packed: Pack = NOT_PACKED,
     wire: torch.dtype | None = None,
     head_groups: int | None = None,
 ) -> Attention:
@@ -268,24 +242,13 @@ def build(
     check_shapes(q, k, v, sinks)
     heads, kv_heads = q.shape[-2], k.shape[-2]
     across, along = levels
-    check(
-        mode=mode,
-        size=everyone.size,
-        heads=heads,
-        kv_heads=kv_heads,
-        hierarchical_sizes=(across.size, along.size),
-    )
+    sizes = across.size, along.size
+    check(mode=mode, size=everyone.size, heads=heads, kv_heads=kv_heads, hierarchical_sizes=sizes)
     tokens = _tokens(q.shape[0], options.layout, everyone.size, packed)
     larger = tokens.larger(across.size)
     short, long = larger.chunk_lengths()
-    plan = schedule(
-        along.size,
-        along.rank,
-        Bounds(options.window_left, options.window_right),
-        short=short,
-        long=long,
-        by_position=options.dropout_p > 0,
-    )
+    bounds, drops = Bounds(options.window_left, options.window_right), options.dropout_p > 0
+    plan = schedule(along.size, along.rank, bounds, short=short, long=long, by_position=drops)
     movement: Movement
     if along.size == 1:
         movement = Alone(larger, plan)
@@ -369,14 +332,8 @@ def _tokens(length: int, layout: str, size: int, packed: Pack) -> Tokens:
     if lengths is not None:
         used = [x for x in lengths if x > 0] or [2 * size]
         known = (min(used), max(used))
-    return Packed(
-        cu=cu,
-        cu_padded=cu if cu_padded is None else cu_padded,
-        tokens=length,
-        size=size,
-        longest=longest,
-        padded=known,
-    )
+    whole = cu if cu_padded is None else cu_padded
+    return Packed(cu=cu, cu_padded=whole, tokens=length, size=size, longest=longest, padded=known)
 
 
 class _Function(torch.autograd.Function):
