@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from megatron_patch.attention.backends import BACKENDS
-from megatron_patch.attention.backends.row import Capability, LayerRequirements
+from megatron_patch.attention.backends.row import LayerRequirements
 from megatron_patch.attention.capabilities import (
     NOT_COMPENSATED,
     Machine,
@@ -24,8 +24,6 @@ from megatron_patch.attention.capabilities import (
 from megatron_patch.schema.model import attention_head_dim, query_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from megatron_patch.schema.run import RunConfig
 
 BORROWED = ("sdpa_cudnn", "sdpa_flash", "fa4")
@@ -238,7 +236,7 @@ def table() -> str:
             "head dims",
             lambda r: "any" if r.head_dims[2] == 1 else f"{r.head_dims[0]}..{r.head_dims[1]}",
         ),
-        *((name, _flag(name)) for name in _FLAGS),
+        *((name, lambda row, name=name: "yes" if getattr(row, name) else "-") for name in _FLAGS),
         ("device", lambda r: "/".join(r.devices)),
     ]
     header = ["backend", *(title for title, _ in columns), "here"]
@@ -263,10 +261,6 @@ def table() -> str:
 
 _FLAGS = ("v_head_dim", "gqa", "window", "sinks", "softcap", "dropout", "thd", "deterministic",
           "max_logits", "cp", "fp8")  # fmt: skip
-
-
-def _flag(name: str) -> Callable[[Capability], str]:
-    return lambda row: "yes" if getattr(row, name) else "-"
 
 
 def _here(name: str, machine: Machine) -> str:

@@ -350,7 +350,8 @@ class _Function(torch.autograd.Function):
         attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(q.device.type, enabled=False):
-            logits = None if sinks is None else _like_softmax(sinks, q)
+            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            logits = None if sinks is None else sinks.to(wide)
             out, top, saved = attention.forward(q, k, v, logits, seed)
         ctx.save_for_backward(*saved)
         ctx.attention = attention
@@ -366,7 +367,3 @@ class _Function(torch.autograd.Function):
         if dsinks is not None:
             dsinks = dsinks.to(ctx.sinks_dtype)
         return dq, dk, dv, dsinks, None, None
-
-
-def _like_softmax(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)

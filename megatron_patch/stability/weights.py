@@ -126,7 +126,9 @@ def split_qkv(attention: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
     weight, per_group = weight.detach(), heads // groups
     d = attention.hidden_size_per_attention_head
-    size, kv_heads = getattr(attention, "world_size", 1), _kv_heads(attention)
+    # Key/value heads of the whole layer, where the module says.
+    kv_heads = getattr(getattr(attention, "config", None), "num_query_groups", None)
+    size = getattr(attention, "world_size", 1)
     if kv_heads is not None and kv_heads < size:
         # Here core's numbers of this partition are those of a whole group.
         if weight.shape[0] * size != kv_heads * (per_group + 2) * d:
@@ -137,11 +139,6 @@ def split_qkv(attention: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None  # gated output or another layout: not ours to guess
     blocks = weight.view(groups, per_group + 2, d, weight.shape[1])
     return blocks[:, :per_group].flatten(0, 1), blocks[:, per_group]
-
-
-def _kv_heads(attention: Any) -> int | None:
-    """Key/value heads of the whole layer, where the module says."""
-    return getattr(getattr(attention, "config", None), "num_query_groups", None)
 
 
 def rows_of(rank: int, *, heads: int, groups: int, d: int, size: int) -> list[Rows]:

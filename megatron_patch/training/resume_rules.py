@@ -86,8 +86,11 @@ def check_settings(loaded: Loaded, path: Path) -> tuple[list[Problem], list[str]
         )
         return [Problem("run_dir", text)], []
     refused = _refused(changed, loaded)
+    anew = "use another name or run_dir for a new run, or checkpoint.load_from to start from it"
+    now = "set it back, or ask for the change with optimizer.schedule_from: now"
+    started = f"but the run in {path} was started with"
     problems = [
-        Problem(key, f"{new}, but the run in {path} was started with {old}; {_advice(key)}")
+        Problem(key, f"{new}, {started} {old}; {now if key in SCHEDULE else anew}")
         for key, old, new in refused
     ]
     notes = [
@@ -127,12 +130,6 @@ DROPOUT = ("training.micro_batch_size", "parallel.sequence_parallel", "attention
 
 UNLOGGED = ("name", "run_dir", "optimizer.decay_steps", "optimizer.schedule_from")
 """Changes that need no line, or have one of their own where the schedule goes on."""
-
-
-def _advice(key: str) -> str:
-    if key in SCHEDULE:
-        return "set it back, or ask for the change with optimizer.schedule_from: now"
-    return "use another name or run_dir for a new run, or checkpoint.load_from to start from it"
 
 
 def _effect(key: str, loaded: Loaded) -> str:
