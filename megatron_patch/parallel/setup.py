@@ -56,11 +56,6 @@ class Layout:
     ep_size: int
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the last pipeline stage (loss)."""
-        return self.pp_rank == self.pp_size - 1
-
-    @property
     def print_rank(self) -> bool:
         """Whether this rank writes to console, logs and the run directory."""
         return self.rank == 0
@@ -68,7 +63,7 @@ class Layout:
     @property
     def reports_loss(self) -> bool:
         """Whether this rank's loss counts in global sums: last stage, one of the TP replicas."""
-        return self.is_last_stage and self.tp_rank == 0
+        return self.pp_rank == self.pp_size - 1 and self.tp_rank == 0
 
     def describe(self) -> str:
         """``rank 3 (tp 1, pp 0, cp 0, dp 1, ep 0)``."""
@@ -81,16 +76,11 @@ class Layout:
         return {"world_size": self.world_size, **sizes}
 
 
-def model_parallel_size(run: RunConfig) -> int:
-    """Ranks that together hold one replica: tensor x pipeline x context parallel."""
-    p = run.parallel
-    return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
-
-
 def world_size_problems(run: RunConfig, world_size: int) -> Iterator[Problem]:
     """What does not fit ``world_size`` ranks: divisibility of ranks, experts and batch."""
     p, t = run.parallel, run.training
-    replica = model_parallel_size(run)
+    replica = p.tensor_model_parallel_size * p.pipeline_model_parallel_size
+    replica *= p.context_parallel_size
     if world_size % replica:
         yield Problem(
             "parallel",

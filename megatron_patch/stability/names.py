@@ -50,11 +50,6 @@ SCALARS = {
 LEVELS = ("ok", "watch", "danger")
 
 
-def level_name(code: float) -> str:
-    """ok, watch or danger."""
-    return LEVELS[int(code)]
-
-
 def coherence(mean: np.ndarray, rms: np.ndarray) -> np.ndarray:
     """|mean| / RMS of the error: 1 when all rows of a head err alike, 1 / sqrt(rows) if they do
     not know of each other."""

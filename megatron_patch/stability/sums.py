@@ -74,10 +74,6 @@ class _Call:
     sinks: torch.Tensor | None
     top: torch.Tensor | None  # [h]
 
-    def is_like(self, other: _Call) -> bool:
-        """Whether the two can be computed as one."""
-        return self.source == other.source and self.shapes == other.shapes
-
     @property
     def held(self) -> int:
         """Bytes."""
@@ -179,7 +175,8 @@ class HeadSums:
 
     def _fits(self, call: _Call) -> bool:
         """Whether it can be computed with those that wait: in one block, and few enough copies."""
-        if not self._waiting[0].is_like(call):
+        first = self._waiting[0]
+        if (first.source, first.shapes) != (call.source, call.shapes):
             return False
         count, ranks = len(self._waiting) + 1, call.source.geometry.size
         scores = 4 * call.q[..., 0].numel() * ranks * call.k.shape[0]
