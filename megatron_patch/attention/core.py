@@ -56,8 +56,7 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
     Returns:
         A `ModuleSpec` of `CoreAttention`, or Megatron-Core's own class for ``mcore_local``, ``te``.
 
-    Raises:
-        ValueError: an unknown backend, or options for one that has none.
+    Raises ValueError: an unknown backend, or options for one that has none.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
@@ -76,8 +75,7 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
 class CoreAttention(torch.nn.Module):
     """Softmax attention between Megatron-Core's QKV and output projections, by a named backend.
 
-    Raises:
-        BackendError: (constructor) the backend cannot serve this layer; lists every reason.
+    Raises BackendError: (constructor) the backend cannot serve this layer; lists every reason.
     """
 
     softmax_offset: torch.Tensor | None
@@ -227,8 +225,7 @@ class CoreAttention(torch.nn.Module):
 
         Returns [sq, b, np * hv]; for packed input ([t, np, hn] ...) [t, np * hv].
 
-        Raises:
-            ValueError: an additive bias, an arbitrary mask, or arguments of another algorithm.
+        Raises ValueError: an additive bias, an arbitrary mask, or arguments of another algorithm.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         _reject(attention_bias, unsupported)
@@ -296,8 +293,7 @@ class CoreAttention(torch.nn.Module):
     def use(self, backend: str, **options: Any) -> None:
         """Serve all further calls by another backend, or by the same with other options.
 
-        Raises:
-            BackendError: it cannot serve this layer; nothing has changed then.
+        Raises BackendError: it cannot serve this layer; nothing has changed then.
         """
         before = self.backend_name, self.options
         self.backend_name, self.options = backend, dict(options)

@@ -61,9 +61,8 @@ def select(
         facts: what the layer kind asks for, see `requirements_of`.
         machine: default: this one, probed.
 
-    Raises:
-        BackendError: every requirement that is not met, each with its remedy, and the backends that
-            could serve the same facts.
+    Raises BackendError: every requirement that is not met, each with its remedy, and the backends
+    that could serve the same facts.
     """
     return check(run.attention.backend, facts, machine=machine)
 

@@ -41,8 +41,7 @@ def replace_core_attention(
         (the copy, number of places replaced). A block of identical layers repeats one layer spec
         and counts once; a block with dense and MoE layers counts twice.
 
-    Raises:
-        ValueError: nothing was replaced; the message lists the core-attention classes found.
+    Raises ValueError: nothing was replaced; the message lists the core-attention classes found.
     """
     wanted = set(default_classes() if only is None else only) | {module_class(new)}
     found: list[type] = []

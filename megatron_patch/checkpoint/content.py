@@ -115,8 +115,7 @@ def check_options(
 ) -> None:
     """Compare what a manifest says with this run, before a request is built.
 
-    Raises:
-        MismatchError: an option that cannot change on a resume differs.
+    Raises MismatchError: an option that cannot change on a resume differs.
     """
     remedy = (
         "set it back, or start a new run from it with checkpoint.load_from, without optimizer in "

@@ -194,8 +194,7 @@ class CheckpointDirectory:
         Returns:
             Where each one went.
 
-        Raises:
-            OSError: it could not be done, or in part; `finish_move` does the rest.
+        Raises OSError: it could not be done, or in part; `finish_move` does the rest.
         """
         self.announce(name)
         moved = {
@@ -245,8 +244,7 @@ class CheckpointDirectory:
         Without a seal nothing can load it; kept whole, it would fill the disk that it failed on.
         One with a seal is complete but for its name, and is put aside whole.
 
-        Raises:
-            OSError: it could not be renamed.
+        Raises OSError: it could not be renamed.
         """
         if _sealed(path):
             return self.move_aside(path, kind)
@@ -268,8 +266,7 @@ class CheckpointDirectory:
     def delete(self, name: str) -> None:
         """Delete a complete checkpoint.
 
-        Raises:
-            OSError: it could not be deleted; `finish_deletions` does the rest.
+        Raises OSError: it could not be deleted; `finish_deletions` does the rest.
         """
         doomed = self.root / (name + DELETING)
         # Renamed first: a kill in the middle leaves nothing that looks complete.

@@ -83,8 +83,7 @@ def read(values: dict[str, Any], *, seq_length: int | None) -> tuple[ModelConfig
         values: the file.
         seq_length: tokens of a training sequence; None: as many as the file's positions.
 
-    Raises:
-        RequestError: naming every field that is missing or has a value we do not compute.
+    Raises RequestError: naming every field that is missing or has a value we do not compute.
     """
     fields = _Fields(values)
     family = str(values.get("model_type"))
@@ -283,8 +282,7 @@ def write(model: ModelConfig, *, vocab_size: int, precision: str) -> dict[str, A
         vocab_size: rows of the embedding that are exported.
         precision: bf16 or fp32, of the weights.
 
-    Raises:
-        RequestError: what it would be read as computes something else; naming the keys.
+    Raises RequestError: what it would be read as computes something else; naming the keys.
     """
     family = _family_of(model)
     values = _written(model, family, vocab_size, precision)

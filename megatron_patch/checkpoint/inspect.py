@@ -78,8 +78,7 @@ def resolve(path: str | Path) -> tuple[Path, str | None]:
     Args:
         path: a run directory, its ``checkpoints``, or one checkpoint.
 
-    Raises:
-        RequestError: it is none of them.
+    Raises RequestError: it is none of them.
     """
     path = Path(path)
     if not path.is_dir():
@@ -302,8 +301,7 @@ def alone(root: Path) -> Iterator[None]:
 
     The run directory may be elsewhere (``checkpoint.directory``); earlier versions locked only it.
 
-    Raises:
-        BusyError: a trainer holds one.
+    Raises BusyError: a trainer holds one.
     """
     with contextlib.ExitStack() as locks:
         for folder in (root.parent, root):

@@ -72,8 +72,7 @@ class Manifest:
 def decode(body: bytes) -> Manifest:
     """Parse ``manifest.json`` strictly.
 
-    Raises:
-        BadCheckpoint: not a manifest this version reads, or a name or number in it is not one.
+    Raises BadCheckpoint: not a manifest this version reads, or a name or number in it is not one.
     """
     try:
         raw = json.loads(body)
@@ -129,9 +128,8 @@ def seal(body: bytes, key: bytes | None) -> bytes:
 def check_seal(body: bytes, given: bytes, key: bytes | None) -> None:
     """Compare ``manifest.seal`` with ``manifest.json``.
 
-    Raises:
-        BadCheckpoint: the hash differs (damaged), or a key is configured and the signature is
-            missing or not made with it (not damaged: the key may be the wrong one).
+    Raises BadCheckpoint: the hash differs (damaged), or a key is configured and the signature is
+    missing or not made with it (not damaged: the key may be the wrong one).
     """
     lines = given.split(b"\n")
     plain = seal(body, None).rstrip(b"\n")
@@ -155,8 +153,7 @@ def check_seal(body: bytes, given: bytes, key: bytes | None) -> None:
 def read_key(path: str | Path) -> bytes:
     """The secret of ``checkpoint.hmac_key_file``: at least 16 bytes, readable by its owner only.
 
-    Raises:
-        ValueError: missing, readable by others, or too short; the text says what to do.
+    Raises ValueError: missing, readable by others, or too short; the text says what to do.
     """
     path = Path(path)
     try:
@@ -199,8 +196,7 @@ def open_inside(folder: Path, name: str) -> int:
 def read_small(folder: Path, name: str, *, limit: int = MAX_MANIFEST_BYTES) -> bytes:
     """Content of a plain file of at most ``limit`` bytes.
 
-    Raises:
-        BadCheckpoint: missing, too large, a link, not a plain file, or unreadable.
+    Raises BadCheckpoint: missing, too large, a link, not a plain file, or unreadable.
     """
     with os.fdopen(open_inside(folder, name), "rb") as file:
         if os.fstat(file.fileno()).st_size > limit:
@@ -211,8 +207,7 @@ def read_small(folder: Path, name: str, *, limit: int = MAX_MANIFEST_BYTES) -> b
 def check_listing(path: Path, files: Mapping[str, FileDigest], *, extra: tuple[str, ...]) -> None:
     """Compare names, kinds and sizes in ``path`` with ``files``; reads no file.
 
-    Raises:
-        BadCheckpoint: something is missing, added, a link, not a plain file or of another size.
+    Raises BadCheckpoint: something is missing, added, a link, not a plain file or of another size.
     """
     listed = set(os.listdir(path))
     wanted = {*files, *extra}
@@ -264,8 +259,7 @@ def hash_file(folder: Path, name: str, *, sync: bool) -> FileDigest:
 def check_file(folder: Path, name: str, digest: FileDigest, *, sampled: bool) -> None:
     """Compare one file with its digest; ``sampled`` reads at most SAMPLED_PAGES of its pages.
 
-    Raises:
-        BadCheckpoint: it differs or cannot be read.
+    Raises BadCheckpoint: it differs or cannot be read.
     """
     try:
         if sampled and _pages(digest.size) > SAMPLED_PAGES:

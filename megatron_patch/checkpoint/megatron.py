@@ -115,8 +115,7 @@ class Checkpointer:
                 anything of it is loaded; collective, and may refuse it on all ranks alike.
             extra: plain data to save as well; ``loaded_extra`` holds what a checkpoint had.
 
-        Raises:
-            ValueError: the key file cannot be used.
+        Raises ValueError: the key file cannot be used.
         """
         self.run, self.layout = run, layout
         self.parts = Parts(
@@ -159,8 +158,7 @@ class Checkpointer:
 
         An earlier background save is committed first. The state may change as soon as this returns.
 
-        Raises:
-            SaveError: the attempt was abandoned on all ranks; earlier checkpoints are untouched.
+        Raises SaveError: the attempt was abandoned on all ranks; earlier checkpoints are untouched.
         """
         self.finalize(blocking=True)
         failed = progress.abandoned_saves + self.store.failed_saves
@@ -190,8 +188,7 @@ class Checkpointer:
 
         ``blocking`` waits for the writers.
 
-        Raises:
-            SaveError: a rank could not write; the attempt was abandoned on all ranks.
+        Raises SaveError: a rank could not write; the attempt was abandoned on all ranks.
         """
         pending = self._pending
         if pending is None:
@@ -310,8 +307,7 @@ class Checkpointer:
         One of a later step is given up: committed, it would count for ``keep_last``, and the
         checkpoint to go back to could be deleted for it.
 
-        Raises:
-            CheckpointError: nothing would be left.
+        Raises CheckpointError: nothing would be left.
         """
         pending = self._pending
         with contextlib.suppress(SaveError):  # the run goes on without it
@@ -328,8 +324,7 @@ class Checkpointer:
     def reload(self) -> TrainState:
         """Go back to the run's newest good checkpoint, in the middle of a run. Collective.
 
-        Raises:
-            CheckpointError: none is good.
+        Raises CheckpointError: none is good.
         """
         progress = self._load_newest(self.store, carried=EVERYTHING, own=True)
         if progress is None:

@@ -91,8 +91,7 @@ def read_metadata(folder: str | Path, sizes: Mapping[str, int] | None = None) ->
         folder: checkpoint directory.
         sizes: bytes of every file of the checkpoint; default: what lies in ``folder``.
 
-    Raises:
-        BadCheckpoint: it names anything outside the table, or is not a well-formed index.
+    Raises BadCheckpoint: it names anything outside the table, or is not a well-formed index.
     """
     folder = Path(folder)
     if sizes is None:

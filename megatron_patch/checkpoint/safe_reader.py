@@ -101,8 +101,7 @@ def inspect_archive(stream: Any, length: int) -> None:
     the names in ``GLOBALS`` and nothing else; tensors that stay inside storages that stay inside
     their records.
 
-    Raises:
-        BadCheckpoint: anything else.
+    Raises BadCheckpoint: anything else.
     """
     try:
         stream.seek(0)
@@ -142,8 +141,7 @@ def inspect_archive(stream: Any, length: int) -> None:
 def load_object(value: io.BytesIO, name: str) -> Any:
     """A non-tensor object of a shard: plain Python data and tensors, nothing that has code.
 
-    Raises:
-        BadCheckpoint: it is anything else.
+    Raises BadCheckpoint: it is anything else.
     """
     try:
         inspect_archive(value, len(value.getbuffer()))

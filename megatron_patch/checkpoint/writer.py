@@ -41,8 +41,7 @@ class Plan:
 
         With ``copy`` training may go on and change the originals while `write` runs.
 
-        Raises:
-            BadCheckpoint: an object could not be loaded again, because it is more than data.
+        Raises BadCheckpoint: an object could not be loaded again, because it is more than data.
         """
         staged = []
         for path, name, (objects, tensors) in self._buckets:
@@ -58,8 +57,7 @@ class Plan:
     def write(self) -> None:
         """Write and fsync this rank's files.
 
-        Raises:
-            OSError: and whatever else writing raises.
+        Raises OSError: and whatever else writing raises.
         """
         for index, bucket in enumerate(self._buckets):
             answer = self._writer.write_preloaded_data(

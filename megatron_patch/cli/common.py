@@ -52,8 +52,7 @@ def as_path(text: str) -> str:
 
     What exists under the name as written is meant: the shell has expanded it, or found it.
 
-    Raises:
-        argparse.ArgumentTypeError: it cannot be expanded.
+    Raises argparse.ArgumentTypeError: it cannot be expanded.
     """
     if not text.startswith("~") and os.path.lexists(text):
         return text

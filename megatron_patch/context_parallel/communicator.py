@@ -192,8 +192,7 @@ class GroupCommunicator:
     def connect(self, device: torch.device) -> None:
         """Let every rank connect once: a later batch may involve only some of them.
 
-        Raises:
-            RuntimeError: inside the capture of a CUDA graph, which must not be the first call.
+        Raises RuntimeError: inside the capture of a CUDA graph, which must not be the first call.
         """
         if device.type != "cuda" or not self._transfers or self._state.ready:
             return

@@ -14,8 +14,7 @@ Change = tuple[Any, str, Any]
 def patched(*changes: Change) -> Iterator[None]:
     """Replace attributes for the time of the block.
 
-    Raises:
-        AttributeError: there is none of that name; what was replaced before it is given back.
+    Raises AttributeError: there is none of that name; what was replaced before it is given back.
     """
     with ExitStack() as undo:
         for owner, name, value in changes:

@@ -67,8 +67,7 @@ class Encoder:
     def write(self, number: int, batch: Batch) -> PartHeader:
         """Encode a batch and commit it as part ``number``.
 
-        Raises:
-            DataError: the first document that is no text, no JSON or out of the vocabulary.
+        Raises DataError: the first document that is no text, no JSON or out of the vocabulary.
         """
         count, open_end = Counter[str](), False
         if batch.kind == "tokens":
@@ -120,8 +119,7 @@ class Encoder:
     def _text(self, raw: bytes, place: str, kind: str) -> tuple[str | None, bool]:
         """The text of one raw document and whether anything in it was replaced; None: left out.
 
-        Raises:
-            DataError: it is not text and ``invalid_text`` says error; a line is no record.
+        Raises DataError: it is not text and ``invalid_text`` says error; a line is no record.
         """
         mode, wrong = self._options.invalid_text, False
         # A parquet value is the text itself; a byte order mark belongs to files and lines.

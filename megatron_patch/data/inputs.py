@@ -57,8 +57,7 @@ class Walk:
     def entries(self, text: str) -> list[Entry]:
         """All entries of one input: a file, a directory or a glob.
 
-        Raises:
-            DataError: it names nothing.
+        Raises DataError: it names nothing.
         """
         self._input += 1
         if os.path.lexists(text):

@@ -130,8 +130,7 @@ class Loaders:
         global batch of a step counted from 1, for runs that leave batches out. Close the iterator
         (or drop it) to end its reader threads.
 
-        Raises:
-            DataError: the split has no data, or a token file changed while it was used.
+        Raises DataError: the split has no data, or a token file changed while it was used.
         """
         if split not in self._mixtures:
             raise DataError(
@@ -241,8 +240,7 @@ class Loaders:
 
         Earlier versions knew one order only, and recorded None.
 
-        Raises:
-            ValueError: it is of other datasets, or damaged.
+        Raises ValueError: it is of other datasets, or damaged.
         """
         if saved is not None:
             self._follow(self._plain.resumed(Position.from_dict(saved)))
@@ -401,9 +399,8 @@ def pack(rows: torch.Tensor, eod: int, layout: Layout, *, multiple: int) -> Batc
 def build_loaders(run: RunConfig, layout: Layout) -> Loaders:
     """The loaders of one rank; ``data.verify.verify_datasets`` must have passed before.
 
-    Raises:
-        DataError: a manifest is unusable, a split is shorter than one sequence, the
-            end-of-document id is needed and unknown, or the global batch does not divide.
+    Raises DataError: a manifest is unusable, a split is shorter than one sequence, the
+    end-of-document id is needed and unknown, or the global batch does not divide.
     """
     files: dict[str, TokenFile] = {}
     problems: list[str] = []

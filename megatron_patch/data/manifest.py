@@ -112,8 +112,7 @@ def render(manifest: Manifest) -> bytes:
 def read_manifest(prefix: str | Path) -> Manifest:
     """Read and check ``<prefix>.manifest.json``.
 
-    Raises:
-        DataError: it is missing, unreadable, changed since it was written, or of another format.
+    Raises DataError: it is missing, unreadable, changed since it was written, or of another format.
     """
     path = manifest_path(prefix)
     try:

@@ -29,8 +29,7 @@ def as_options(problem: str) -> str:
 def check_options(options: PrepareOptions) -> None:
     """Refuse options that contradict each other, before a file is looked at.
 
-    Raises:
-        DataError: all of them.
+    Raises DataError: all of them.
     """
     if options.out.endswith("/") or Path(options.out).is_dir():
         raise DataError(
@@ -46,8 +45,7 @@ def check_options(options: PrepareOptions) -> None:
 def check_effects(options: PrepareOptions, sources: list[Source]) -> None:
     """Refuse options that nothing in the inputs can answer to.
 
-    Raises:
-        DataError: all of them.
+    Raises DataError: all of them.
     """
     kinds = {file.content.kind for source in sources for file in source.files}
     problems = []

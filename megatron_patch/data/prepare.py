@@ -58,9 +58,8 @@ def prepare(options: PrepareOptions) -> Manifest:
     Returns:
         The manifest, as written to ``<out>.manifest.json``.
 
-    Raises:
-        DataError: the options contradict each other, inputs or tokenizer are unusable, the
-            output exists, or an interrupted attempt with other options is in the way.
+    Raises DataError: the options contradict each other, inputs or tokenizer are unusable, the
+    output exists, or an interrupted attempt with other options is in the way.
     """
     check_options(options)
     if options.corpus is not None:

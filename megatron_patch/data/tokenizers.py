@@ -51,9 +51,8 @@ class Tokenizer(ABC):
 def build(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer of a configuration.
 
-    Raises:
-        DataError: the configuration contradicts itself, the file is missing or not a tokenizer,
-            the end of document is not known, or the encoding would have to be downloaded.
+    Raises DataError: the configuration contradicts itself, the file is missing or not a tokenizer,
+    the end of document is not known, or the encoding would have to be downloaded.
     """
     problems = [f"{p.path}: {p.message}" for p in config.problems("tokenizer")]
     if problems:
@@ -220,8 +219,7 @@ def train_bpe(
     same bytes. Id 0 is ``eod``, ids 1..256 are the bytes, so any text can be encoded. ``read``
     opens a path that is not plain text.
 
-    Raises:
-        DataError: no files, a vocabulary below 257, or ``out`` exists.
+    Raises DataError: no files, a vocabulary below 257, or ``out`` exists.
     """
     from tokenizers import Tokenizer as Native
     from tokenizers import decoders, models, pre_tokenizers, trainers

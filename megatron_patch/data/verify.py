@@ -85,8 +85,7 @@ def verify_datasets(run: RunConfig, *, show: bool = True) -> list[str]:
     Returns:
         One line a dataset for the start-up log.
 
-    Raises:
-        DataError: all problems found, each with file, difference and remedy.
+    Raises DataError: all problems found, each with file, difference and remedy.
     """
     began = time.monotonic()
     problems: list[str] = []

@@ -262,8 +262,7 @@ class SpikePolicy(Watcher):
         The file of the run directory wins over the checkpoint's copy: a rewind writes it before
         it goes on, so it knows of rewinds that no checkpoint has seen yet.
 
-        Raises:
-            ConfigError: the file is damaged.
+        Raises ConfigError: the file is damaged.
         """
         saved = at.extra.get("faults")
         self.detector.history.clear()

@@ -48,8 +48,7 @@ def compare(run: RunConfig, out: Path, expected: list[str], stream: TextIO | Non
         expected: names of the nodes that must have reported; empty: those that did.
         stream: where the table goes; default: standard output.
 
-    Raises:
-        SharedDirectoryError: ``out`` is no directory, or ``bad_nodes`` cannot be written.
+    Raises SharedDirectoryError: ``out`` is no directory, or ``bad_nodes`` cannot be written.
     """
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)

@@ -96,8 +96,7 @@ def build_model(run: RunConfig, *, vocab_size: int, initialize: bool = True) -> 
     Returns:
         Chunks in ``params_dtype`` on the run's device, before precision and data-parallel wrapping.
 
-    Raises:
-        BackendError: the attention backend cannot serve one of the layer kinds.
+    Raises BackendError: the attention backend cannot serve one of the layer kinds.
     """
     selections = [registry.select(run, facts) for facts in registry.layer_kinds(run)]
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:

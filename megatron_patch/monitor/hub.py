@@ -58,8 +58,7 @@ class Monitor:
     def check(self) -> None:
         """Fail now, not after the model is built, when a sink cannot work.
 
-        Raises:
-            MissingPackageError: a configured sink's package is not installed.
+        Raises MissingPackageError: a configured sink's package is not installed.
         """
         if self.active and self.run.logging.wandb.enabled:
             require_wandb()

@@ -128,8 +128,7 @@ def world_size_problems(run: RunConfig, world_size: int) -> Iterator[Problem]:
 def check_world_size(run: RunConfig, world_size: int) -> None:
     """Refuse a world the configuration cannot be laid out over.
 
-    Raises:
-        LayoutError: with every problem found.
+    Raises LayoutError: with every problem found.
     """
     problems = list(world_size_problems(run, world_size))
     if problems:
@@ -147,8 +146,7 @@ def _launch_environment() -> tuple[int, int, int, torch.distributed.Store | None
     Its store listens from here on: a port that was only looked for could be another process's by
     the time it is used.
 
-    Raises:
-        LayoutError: the environment holds some of torchrun's variables but not all.
+    Raises LayoutError: the environment holds some of torchrun's variables but not all.
     """
     store: torch.distributed.Store | None = None
     global _own_port
@@ -182,9 +180,8 @@ def initialize(run: RunConfig) -> Layout:
 
     Under CPU mode (``core_patches.cpu_mode.install`` must have run) the backend is gloo.
 
-    Raises:
-        LayoutError: the configuration does not fit the ranks started, or the environment is
-            incomplete, or there is no GPU for this rank.
+    Raises LayoutError: the configuration does not fit the ranks started, or the environment is
+    incomplete, or there is no GPU for this rank.
     """
     rank, world_size, local_rank, store = _launch_environment()
     check_world_size(run, world_size)

@@ -238,8 +238,7 @@ def _stage(plan: Plan, stage: StageMemory) -> dict[str, Any]:
 def draw(plan: Plan, path: Path) -> None:
     """A bar a pipeline stage, its parts stacked, and the GPU's capacity as a line.
 
-    Raises:
-        ConfigError: the picture cannot be written.
+    Raises ConfigError: the picture cannot be written.
     """
     wrong = "is a directory" if path.is_dir() else "" if path.suffix else "has no ending"
     if wrong:  # matplotlib would write a file beside it

@@ -82,8 +82,7 @@ class RunFacts:
 def collect(run_dir: Path) -> RunFacts:
     """Read a run directory.
 
-    Raises:
-        ReportError: it is no run directory.
+    Raises ReportError: it is no run directory.
     """
     if not run_dir.is_dir():
         raise ReportError(f"{run_dir}: no such directory; give the directory of a run")

@@ -119,8 +119,7 @@ class HeadMap(NamedTuple):
 def write(run_dir: Path, out: Path) -> None:
     """Write the report of a run.
 
-    Raises:
-        ReportError: ``run_dir`` is no run directory, or ``out`` cannot be written.
+    Raises ReportError: ``run_dir`` is no run directory, or ``out`` cannot be written.
     """
     facts = collect(run_dir)  # first: where there is no run, there is no place for its report
     if out.is_dir():

@@ -188,8 +188,7 @@ def other_copies() -> list[str]:
 def visible_devices(wanted: Sequence[int]) -> str:
     """CUDA_VISIBLE_DEVICES of a child: GPUs by their number among those that this process sees.
 
-    Raises:
-        ValueError: this process sees fewer.
+    Raises ValueError: this process sees fewer.
     """
     mine = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if not mine:

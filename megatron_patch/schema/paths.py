@@ -34,9 +34,8 @@ def expand(text: str, *, for_job: bool = False) -> str:
             ``./~x`` a name that begins with ``~``.
         for_job: the path is for a job on other machines: `NODE_ONLY` variables are refused.
 
-    Raises:
-        PathError: empty; a variable is unknown, empty or no path; there is no such user; or
-            something here has the unexpanded text as its name.
+    Raises PathError: empty; a variable is unknown, empty or no path; there is no such user; or
+    something here has the unexpanded text as its name.
     """
     if not text.strip():
         raise PathError("is empty; name a file or directory, or leave it out for the default")

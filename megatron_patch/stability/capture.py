@@ -104,8 +104,7 @@ class CaptureFile:
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all.
 
-        Raises:
-            OSError: it could not be written.
+        Raises OSError: it could not be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         names = (f.name for f in fields(self))

@@ -73,8 +73,7 @@ def switch(sites: Sequence[Site]) -> int:
     Returns:
         How many modules changed; 0 on a rank that computes so already.
 
-    Raises:
-        BackendError: a layer that stable_flash cannot serve.
+    Raises BackendError: a layer that stable_flash cannot serve.
     """
     changed = 0
     for site in sites:
@@ -101,8 +100,7 @@ def remember(run_dir: Path, switched_at: int) -> None:
 def recall(run_dir: Path) -> int:
     """The step that the file of a run tells of; 0 where it has none.
 
-    Raises:
-        ConfigError: the file is not what this program writes.
+    Raises ConfigError: the file is not what this program writes.
     """
     file = run_dir / FILE
     if not file.exists():
@@ -125,8 +123,7 @@ def recall(run_dir: Path) -> int:
 def recall_together(run_dir: Path, step: int, *, rank: int, log: Callable[[str], None]) -> int:
     """What the file of a run that goes on after ``step`` tells of, on all ranks. Collective.
 
-    Raises:
-        ConfigError: as `recall`, on all ranks.
+    Raises ConfigError: as `recall`, on all ranks.
     """
 
     def look() -> int:

@@ -132,8 +132,7 @@ def _in_order_of(
 def directory_of(source: Path) -> Path:
     """The run directory with telemetry that a checkpoint, or the folder of its checkpoints, is of.
 
-    Raises:
-        FileNotFoundError: there is none.
+    Raises FileNotFoundError: there is none.
     """
     for path in (source, *source.resolve().parents[:2]):
         if (path / record.FOLDER / "meta.json").is_file():

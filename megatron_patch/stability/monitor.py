@@ -360,8 +360,7 @@ class AttentionMonitor:
     def switch(self, action: Switch) -> None:
         """Carry out a `Switch`: compute with `guard.TARGET` from now on. Local.
 
-        Raises:
-            BackendError: a layer that stable_flash cannot serve.
+        Raises BackendError: a layer that stable_flash cannot serve.
         """
         guard.switch(self.observer.sites)
         how = "switched attention to stable_flash, stabilizer compensated, after step"

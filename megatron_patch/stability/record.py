@@ -179,8 +179,7 @@ class Telemetry:
     def rule(self) -> Rule:
         """The run's own, less what the version before knew of the gradient norm.
 
-        Raises:
-            ValueError: its thresholds are not those of this version.
+        Raises ValueError: its thresholds are not those of this version.
         """
         found = self.meta["rule"]
         if isinstance(found, dict):

@@ -30,8 +30,7 @@ def enforce(options: TrainingConfig) -> None:
 
     Variables that are not set get the first accepted value.
 
-    Raises:
-        ConfigError: a variable of the environment is set to something not repeatable.
+    Raises ConfigError: a variable of the environment is set to something not repeatable.
     """
     if not options.deterministic:
         return

@@ -84,9 +84,8 @@ class Inheritance:
 
         ``state`` is what it holds under ``run`` (`checkpoint.content`).
 
-        Raises:
-            ConfigError: its weights mean something else here, nothing would be trained, or an
-                intended change is none; on all ranks.
+        Raises ConfigError: its weights mean something else here, nothing would be trained, or an
+        intended change is none; on all ranks.
         """
 
         def examine() -> Parent:
@@ -273,8 +272,7 @@ class Inheritance:
 def compare(saved: str, loaded: Loaded) -> list[Change]:
     """What differs between a recorded configuration and this run's, but for the tokenizer.
 
-    Raises:
-        ValueError: ``saved`` holds no settings; a YAMLError: it is no YAML.
+    Raises ValueError: ``saved`` holds no settings; a YAMLError: it is no YAML.
     """
     trees = [yaml.load(text, Loader=yaml.BaseLoader) for text in (saved, loaded.dump_yaml())]
     found = {
@@ -341,8 +339,7 @@ def judge(changes: list[Change], run: RunConfig, *, step: int) -> list[Problem]:
 def check_length(run: RunConfig, *, step: int) -> None:
     """Refuse to call a run finished that is beyond its end.
 
-    Raises:
-        ConfigError: the run's own newest checkpoint is of a later step than ``train_steps``.
+    Raises ConfigError: the run's own newest checkpoint is of a later step than ``train_steps``.
     """
     if step > run.training.train_steps:
         text = (
@@ -356,8 +353,7 @@ def check_length(run: RunConfig, *, step: int) -> None:
 def check_begin(run: RunConfig, *, step: int) -> None:
     """Refuse a schedule that begins after the next step: that one has no learning rate.
 
-    Raises:
-        ConfigError: ``optimizer.begin_step`` is above the steps done.
+    Raises ConfigError: ``optimizer.begin_step`` is above the steps done.
     """
     if run.optimizer.begin_step > step:
         text = (

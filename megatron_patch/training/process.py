@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 def prepare_process(run: RunConfig) -> None:
     """Everything that must precede Megatron's import or CUDA's start.
 
-    Raises:
-        ConfigError: the ranks started, the GPUs or the environment do not fit the configuration.
+    Raises ConfigError: the ranks started, the GPUs or the environment do not fit the configuration.
     """
     setup.check_world_size(run, setup.launched_world_size())
     determinism.enforce(run.training)
@@ -48,8 +47,7 @@ def prepare_process(run: RunConfig) -> None:
 def _prepare_fp8(run: RunConfig, sm: tuple[int, int]) -> None:
     """Refuse a recipe the GPU has no instructions for; choose the scaling of FP8 attention.
 
-    Raises:
-        ConfigError: the recipe cannot run on a GPU of compute capability ``sm``.
+    Raises ConfigError: the recipe cannot run on a GPU of compute capability ``sm``.
     """
     recipe, why = run.training.fp8, ""
     if recipe == "mxfp8" and sm < (10, 0):

@@ -168,8 +168,7 @@ def _under(key: str, prefixes: tuple[str, ...]) -> bool:
 def differences(before: str, after: str) -> list[Change]:
     """Effective values that differ between two configurations as ``Loaded.dump_yaml`` writes them.
 
-    Raises:
-        ValueError: ``before`` holds no settings; a YAMLError: it is no YAML.
+    Raises ValueError: ``before`` holds no settings; a YAMLError: it is no YAML.
     """
     trees = [yaml.safe_load(text) for text in (before, after)]
     if not (isinstance(trees[0], dict) and trees[0]):
@@ -210,8 +209,7 @@ def continue_run(
     Returns:
         Lines about what a change of the configuration changes.
 
-    Raises:
-        ConfigError: data or schedule are others, and no key asks for that.
+    Raises ConfigError: data or schedule are others, and no key asks for that.
     """
     run = loaded.config
     before: Mapping[str, Any] = checkpoint or {}

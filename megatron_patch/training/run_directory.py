@@ -75,8 +75,7 @@ class RunDirectory:
         Under the launcher, which has seen to it that no other job has the directory, the holder is
         a process of a node that was lost: a file server may take over a minute to notice that.
 
-        Raises:
-            ConfigError: another process has it.
+        Raises ConfigError: another process has it.
         """
         launched = ATTEMPT_DIR in os.environ
         end = time.monotonic() + (LOCK_PATIENCE_SECONDS if launched else 0)
@@ -103,8 +102,7 @@ class RunDirectory:
         It is not made where the run has saved already: then it is not mounted, and that is said
         when the checkpoint is looked for.
 
-        Raises:
-            ConfigError: it cannot be used, or another process has it.
+        Raises ConfigError: it cannot be used, or another process has it.
         """
         root, key = run.checkpoint_directory, "checkpoint.directory"
         with _errors_name(key, root):
@@ -124,9 +122,8 @@ class RunDirectory:
 def take(loaded: Loaded, layout: Layout) -> RunDirectory:
     """The run's directory, locked on the first rank; refused on all ranks alike. Collective.
 
-    Raises:
-        ConfigError: the directory belongs to another run, cannot be used, or is not one directory
-            on all nodes.
+    Raises ConfigError: the directory belongs to another run, cannot be used, or is not one
+    directory on all nodes.
     """
     run = loaded.config
     directory = RunDirectory(run.directory)
@@ -158,8 +155,7 @@ def open_run(loaded: Loaded, report: dict[str, Any]) -> RunDirectory:
     Nothing that exists is overwritten or deleted: a configuration that changed is kept beside the
     new one, and a directory of another run is refused.
 
-    Raises:
-        ConfigError: what stands against it.
+    Raises ConfigError: what stands against it.
     """
     run, directory = loaded.config, RunDirectory(loaded.config.directory)
     path = directory.path
@@ -208,9 +204,8 @@ def _was_trained_in(path: Path, run: RunConfig) -> bool:
 def _finished(path: Path, run: RunConfig) -> bool:
     """Whether an earlier attempt reached ``train_steps``; a longer run takes the marker back.
 
-    Raises:
-        ConfigError: somebody wrote something else into it. What a crash leaves of it is no text, or
-            the beginning of what was written.
+    Raises ConfigError: somebody wrote something else into it. What a crash leaves of it is no text,
+    or the beginning of what was written.
     """
     marker = path / FINISHED
     if not marker.exists():
@@ -238,8 +233,7 @@ def _finished(path: Path, run: RunConfig) -> bool:
 def _check_files(path: Path, run: RunConfig, *, finished: bool) -> None:
     """Look at what this attempt opens later, when steps would be lost by it.
 
-    Raises:
-        OSError: something there is of another kind, or not ours.
+    Raises OSError: something there is of another kind, or not ours.
     """
     check_file(path / "train.log", appended=True)
     if finished:
@@ -282,8 +276,7 @@ def _record(loaded: Loaded, path: Path, report: dict[str, Any]) -> list[str]:
 def _leave_tokens(run: RunConfig, directory: RunDirectory) -> dict[str, Path]:
     """Files that the other nodes look for, by the key that names the directory.
 
-    Raises:
-        ConfigError: one cannot be made.
+    Raises ConfigError: one cannot be made.
     """
     places = {"run_dir": directory.path}
     checkpoints = run.checkpoint_directory

@@ -147,8 +147,7 @@ def _train(loaded: Loaded, layout: Layout, stop: StopFlags) -> None:
 def _refuse_repeated_crash(layout: Layout, run_dir: Path) -> None:
     """Stop when the ledger says that one step crashes every attempt. Collective.
 
-    Raises:
-        SameStepError: with the report; only where the launcher set a limit.
+    Raises SameStepError: with the report; only where the launcher set a limit.
     """
     if ledger.LIMIT not in os.environ:
         return
@@ -242,9 +241,8 @@ class Trainer:
     def _resume(self) -> None:
         """Take over the newest good checkpoint, where there is one.
 
-        Raises:
-            ConfigError: data or schedule are not those of the run so far, and no key asks for
-                it, or the run is beyond its end; of another run's checkpoint: see `inheritance`.
+        Raises ConfigError: data or schedule are not those of the run so far, and no key asks for
+        it, or the run is beyond its end; of another run's checkpoint: see `inheritance`.
         """
         position = self.checkpointer.load()
         if position is None:
@@ -448,8 +446,7 @@ class Trainer:
     def _finish(self, stop: Stop | None) -> None:
         """The last checkpoint; then why the run ends.
 
-        Raises:
-            StabilityStop: the guard stopped the run.
+        Raises StabilityStop: the guard stopped the run.
         """
         with phase("save"):
             if self.position.step > self._begin:
