@@ -1,7 +1,5 @@
 """Resuming on GPUs: CUDA random streams, fused AdamW, background saves beside running kernels."""
 
-from __future__ import annotations
-
 import pytest
 from rank_pool import load, save
 from test_resume import assert_same

@@ -1,7 +1,5 @@
 """Values out of proportion are refused in words; tests/golden loads every shipped configuration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

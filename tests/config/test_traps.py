@@ -3,8 +3,6 @@
 Each row: the key, what is written after its colon, and either the value or a piece of the error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

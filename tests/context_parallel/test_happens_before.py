@@ -1,7 +1,5 @@
 """Streams, memory and the order of transfers, proved for every schedule without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cp_cases import Case, make_inputs

@@ -1,7 +1,5 @@
 """``data:`` contradictions that are found without any file."""
 
-from __future__ import annotations
-
 import pytest
 from prepared import run_config
 

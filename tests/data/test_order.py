@@ -1,7 +1,5 @@
 """The sample order: permutations, rings and blends as pure functions."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """prepare-data: formats, determinism, refusals, the manifest."""
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import shutil

@@ -1,7 +1,5 @@
 """What only a GPU shows: the event clock of the straggler report, NCCL's flight recorder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

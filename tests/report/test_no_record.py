@@ -1,7 +1,5 @@
 """A stability panel with nothing to show says why."""
 
-from __future__ import annotations
-
 import fcntl
 
 import pytest

@@ -1,7 +1,5 @@
 """Stopping an experiment leaves no rank behind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

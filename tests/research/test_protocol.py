@@ -1,7 +1,5 @@
 """What a protocol file may say, and that the shipped ones can be run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The gate on two ranks: a bad gradient on one of them, and no rank changes anything."""
 
-from __future__ import annotations
-
 import poisoned_step
 import pytest
 import tiny_trainer
