@@ -188,8 +188,7 @@ class CheckpointDirectory:
     ) -> dict[str, Path]:
         """Make ``name`` the newest: move newer ones and ``also`` aside, then ``latest``.
 
-        Args:
-            kinds: a word for the new name of some of them; of others ``abandoned``.
+        ``kinds``: a word for the new name of some of them; of others ``abandoned``.
 
         Returns:
             Where each one went.

@@ -75,8 +75,7 @@ class Entry:
 def resolve(path: str | Path) -> tuple[Path, str | None]:
     """(directory of the store, name of the one checkpoint meant or None for all).
 
-    Args:
-        path: a run directory, its ``checkpoints``, or one checkpoint.
+    ``path``: a run directory, its ``checkpoints``, or one checkpoint.
 
     Raises RequestError: it is none of them.
     """

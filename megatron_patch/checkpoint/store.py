@@ -306,8 +306,7 @@ class CheckpointStore:
         Why newer ones were refused is logged, and they are moved aside, but not in the store of
         another run (``own``: False). Where none is good all stay, and the next attempt ends alike.
 
-        Args:
-            accept: called on all ranks with a verified checkpoint; may refuse it by BadCheckpoint.
+        ``accept``: called on all ranks with a verified checkpoint; may refuse it by BadCheckpoint.
 
         Raises CheckpointError: there are checkpoints and none of these is good, or ``latest`` was
         edited; an UnavailableError where all of them only could not be read this time.

@@ -26,9 +26,8 @@ _tokens: torch.Tensor | None = None
 def tokens_of_step(counts: torch.Tensor | None) -> Iterator[None]:
     """Inside, losses of extra depths are weighted for a global batch; None: call by call.
 
-    Args:
-        counts: [1 + k], tokens of the main loss, then of every depth, in the mean micro-batch of a
-            data- and context-parallel rank; more than 0.
+    ``counts``: [1 + k], tokens of the main loss, then of every depth, in the mean micro-batch of a
+    data- and context-parallel rank; more than 0.
     """
     global _tokens
     before, _tokens = _tokens, counts

@@ -31,8 +31,7 @@ def patched(*changes: Change) -> Iterator[None]:
 class Replacement:
     """Attributes that are replaced for the rest of the process, or until `undo`.
 
-    Args:
-        changes: what is to be replaced now; nothing where it has been, or core has its own.
+    ``changes``: what is to be replaced now; nothing where it has been, or core has its own.
     """
 
     def __init__(self, changes: Callable[..., Iterable[Change]]) -> None:

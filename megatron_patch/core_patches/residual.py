@@ -101,8 +101,7 @@ def join(decoder: Any) -> int:
 
     Not for a decoder that recomputes whole layers: what a norm keeps would be of another pass.
 
-    Args:
-        decoder: Megatron-Core's `TransformerBlock`, just built.
+    ``decoder``: Megatron-Core's `TransformerBlock`, just built.
     """
     layers, joined = list(decoder.layers), 0  # none at all on a stage that only embeds
     heads = [layer.input_layernorm for layer in layers[1:]] + [decoder.final_layernorm]

@@ -180,8 +180,7 @@ def _outliers(
 ) -> Iterator[Row]:
     """A rate more than ``tolerance`` below the median of all fails its node.
 
-    Args:
-        rates: node -> (part of it, rate).
+    ``rates``: node -> (part of it, rate).
     """
     everything = [rate for parts in rates.values() for _, rate in parts]
     if not everything:

@@ -304,8 +304,7 @@ def exact_max_logits(seen: Seen) -> torch.Tensor:
 def head_metrics(sums: np.ndarray, maxima: np.ndarray) -> dict[str, np.ndarray]:
     """HEAD_METRICS (without the weights' norms) from reduced sums.
 
-    Args:
-        sums: float64 [L, H, fields]; maxima: float32 [L, H], -inf where nothing was seen.
+    ``sums``: float64 [L, H, fields]; maxima: float32 [L, H], -inf where nothing was seen.
 
     Returns:
         float32 [L, H] by name; NaN where nothing was measured.

@@ -38,8 +38,7 @@ BATCH_BYTES = 64 << 20  # of the float32 copies of weights that are multiplied a
 class SpectralNorms:
     """Norms of the head slices of W_Q and W_K of this rank's layers.
 
-    Args:
-        sites: whose attention is measured.
+    ``sites``: whose attention is measured.
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:

@@ -123,8 +123,7 @@ class Writer:
     def messages(self, *, own: bool) -> list[str]:
         """What is to be logged of the records as they were found.
 
-        Args:
-            own: whether the run has checkpoints of its own; see `records.gap`.
+        ``own``: whether the run has checkpoints of its own; see `records.gap`.
         """
         if self._before is None:
             return []
