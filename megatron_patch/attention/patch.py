@@ -15,15 +15,13 @@ import contextlib
 import functools
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from packaging.version import Version
 
 from megatron_patch.attention.core import core_attention_spec
 from megatron_patch.runtime.environment import core_version
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import importlib
 import os
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.backends.row import LayerRequirements
@@ -22,9 +21,7 @@ from megatron_patch.attention.capabilities import (
     unsupported_backward,
 )
 from megatron_patch.schema.model import attention_head_dim, query_groups
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 BORROWED = ("sdpa_cudnn", "sdpa_flash", "fa4")
 """Backends whose backward pass can serve the forward of ``stable_flash``."""

@@ -11,13 +11,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 FIELD = "core_attention"
 

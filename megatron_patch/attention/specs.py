@@ -13,7 +13,8 @@ a spec leaves out. Megatron-Bridge takes a function instead: `with_backend`.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -24,9 +25,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.core import core_attention_spec
 from megatron_patch.attention.replace import replace_core_attention
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _LAYERS: dict[str, Callable[[], Any]] = {
     "local_layernorm": functools.partial(get_gpt_layer_local_spec, normalization="LayerNorm"),

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -51,12 +51,10 @@ from megatron_patch.checkpoint.safe_metadata import read_metadata
 from megatron_patch.checkpoint.store import Attempt, CheckpointStore, Found
 from megatron_patch.checkpoint.train_state import TrainState
 from megatron_patch.parallel.first_rank import on_first_rank
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime import environment
 from megatron_patch.schema.checkpoint import CARRIED
-
-if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 log = logging.getLogger(__name__)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_patch.schema import paths
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import Loaded
+from megatron_patch.schema.run import Loaded
 
 # What argparse calls the object that add_parser() is a method of.
 Subparsers = argparse._SubParsersAction

@@ -17,7 +17,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -29,12 +29,10 @@ from megatron_patch.data.order import Ring, derive
 from megatron_patch.data.position import Order, Position, Source
 from megatron_patch.data.progress import human
 from megatron_patch.data.reader import Batch, Reader
+from megatron_patch.parallel.setup import Layout
+from megatron_patch.schema.data import DatasetConfig
 from megatron_patch.schema.effective import data_seed, masks_ends
-
-if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.data import DatasetConfig
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")

@@ -13,15 +13,13 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megatron_patch.data.errors import DataError
 from megatron_patch.runtime.files import write_named
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.data import TokenizerConfig
+from megatron_patch.schema.data import TokenizerConfig
 
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>")
 """Names an end-of-document token is recognized by, when ``eod_id`` is not configured."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_patch.data import tokenizers
 from megatron_patch.data.errors import DataError, unread
@@ -27,9 +27,7 @@ from megatron_patch.data.manifest import REMEDY, FileRecord, Manifest, read_mani
 from megatron_patch.data.progress import Progress, human
 from megatron_patch.parallel.first_rank import of_all
 from megatron_patch.runtime.heartbeat import PULSE
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 _ROUND_SECONDS = 20.0
 """Ranks that have nothing to hash hear from the others this often: below every group timeout."""

@@ -23,20 +23,18 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megatron_patch.faults import skips
 from megatron_patch.faults.skips import Skips
 from megatron_patch.parallel.first_rank import of_all, on_first_rank
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime.heartbeat import phase
 from megatron_patch.runtime.records import AppendOnlyFile
 from megatron_patch.runtime.watcher import ResumePoint, RewindWanted, UpdateDropped, Watcher
 from megatron_patch.schema.faults import SpikeConfig
-
-if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
 
 FILE = "spikes.jsonl"
 FLOOR = 0.01

@@ -8,20 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
+
+def _started() -> Any:
+    """`torch.distributed` where it has a process group; planning runs without importing it."""
+    import torch.distributed as dist
+
+    return dist if dist.is_available() and dist.is_initialized() else None
 
 
 def from_first(value: Any) -> Any:
     """What rank 0 gives, on all ranks. Collective."""
-    box = [value]
-    if dist.is_available() and dist.is_initialized():
+    box, dist = [value], _started()
+    if dist is not None:
         dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def of_all[T](value: T) -> list[T]:
     """Every rank's value, in rank order. Collective."""
-    if not (dist.is_available() and dist.is_initialized()):
+    dist = _started()
+    if dist is None:
         return [value]
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)

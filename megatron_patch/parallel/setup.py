@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from megatron_patch.runtime.environment import TORCHRUN_VARIABLES
 from megatron_patch.schema.problem import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 PIPELINE_SEED_STRIDE = 100  # as Megatron-LM: stages draw different initial weights
 AXES = ("tp", "pp", "cp", "dp", "ep")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,15 +27,13 @@ import torch
 from megatron_patch.context_parallel import layout
 from megatron_patch.runtime.files import replacing
 from megatron_patch.runtime.records import BestEffort
+from megatron_patch.schema.stability import StabilityConfig
+from megatron_patch.stability.groups import Groups
 from megatron_patch.stability.names import LEVELS, error_to_signal
 from megatron_patch.stability.observe import ObservationRequest, Seen
 from megatron_patch.stability.sampling import gather
+from megatron_patch.stability.warning import Verdict
 from megatron_patch.stability.weights import exact_norms
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.stability import StabilityConfig
-    from megatron_patch.stability.groups import Groups
-    from megatron_patch.stability.warning import Verdict
 
 log = logging.getLogger(__name__)
 

@@ -22,13 +22,9 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-from megatron_patch.schema.stability import RuleConfig
+from megatron_patch.schema.stability import RuleConfig, StabilityConfig
 from megatron_patch.stability.names import LEVELS
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.stability import StabilityConfig
 
 SMOOTH = 5  # records that a spike is compared with, at least
 CONFIRM = 2  # records in a row that must agree on danger, at least

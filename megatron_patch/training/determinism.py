@@ -7,14 +7,11 @@ backend is checked against its entry in the capability table.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_patch.schema.problem import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.training import TrainingConfig
+from megatron_patch.schema.training import TrainingConfig
 
 NCCL_ALGORITHMS = ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain")
 """Values of NCCL_ALGO that fix the order of a reduction (Megatron-LM accepts the same)."""

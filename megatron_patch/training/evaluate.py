@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_patch.data.loader import Loaders, Split
 from megatron_patch.training import auxiliary
 from megatron_patch.training.session import Session
 from megatron_patch.training.step import fetch, global_loss, run_schedule
-
-if TYPE_CHECKING:
-    from megatron_patch.data.loader import Loaders, Split
 
 
 @contextlib.contextmanager

@@ -19,19 +19,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_patch.core_patches.optimizer import ClippedByUpdate
 from megatron_patch.parallel.buffers import unwrap
 from megatron_patch.parallel.first_rank import of_all
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.training.agreement import Agreed, Agreement
+from megatron_patch.training.gate import Gate
 from megatron_patch.training.signals import NO_STOP, STOP_TIME, StopFlags
-
-if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.training.gate import Gate
 
 NAMED = 8  # parameters listed in the message
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.")

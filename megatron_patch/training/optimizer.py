@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_patch.core_patches import optimizer as core
 from megatron_patch.core_patches import quiet
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 
 def wrap_chunks(run: RunConfig, chunks: list[Any]) -> list[Any]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_patch.core_patches import quiet
+from megatron_patch.monitor.hub import Monitor
 from megatron_patch.parallel import setup
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime import environment
 from megatron_patch.schema.problem import ConfigError, Problem
+from megatron_patch.schema.run import RunConfig
 from megatron_patch.training import determinism
-
-if TYPE_CHECKING:
-    from megatron_patch.monitor.hub import Monitor
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.run import RunConfig
 
 
 def prepare_process(run: RunConfig) -> None:

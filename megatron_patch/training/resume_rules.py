@@ -8,26 +8,23 @@ that the checkpoint goes on with (`training.schedule`).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
+from megatron_patch.data.loader import Loaders
 from megatron_patch.parallel.first_rank import on_first_rank
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime.environment import DISTRIBUTIONS
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema import render
 from megatron_patch.schema.effective import EARLIER, Absent, changes
 from megatron_patch.schema.problem import DEFAULT, ConfigError, Problem
+from megatron_patch.schema.run import Loaded
 from megatron_patch.training import schedule
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from megatron_patch.data.loader import Loaders
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.run import Loaded
 
 DATA_RECORD = "sequences"
 """Key of `Loaders.identities` in what a checkpoint carries beside the state."""

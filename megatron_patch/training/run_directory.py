@@ -18,22 +18,20 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from megatron_patch.checkpoint import last_checkpoint, pinned
 from megatron_patch.checkpoint.directory import IDENTITY, LATEST, NEXT, CheckpointDirectory
 from megatron_patch.parallel.first_rank import of_all, on_first_rank
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime import environment
 from megatron_patch.runtime.files import check_file, write_whole
 from megatron_patch.runtime.io_errors import may_pass
 from megatron_patch.runtime.lifeline import ATTEMPT_DIR
 from megatron_patch.schema.problem import ConfigError, Problem
+from megatron_patch.schema.run import Loaded, RunConfig
 from megatron_patch.stability.record import FOLDER as TELEMETRY
 from megatron_patch.training import resume_rules
-
-if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.run import Loaded, RunConfig
 
 log = logging.getLogger(__name__)
 

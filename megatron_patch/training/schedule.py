@@ -15,15 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from megatron_patch.schema.effective import decay_steps
 from megatron_patch.schema.problem import Problem
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 _STYLES = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "constant": "constant"}
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megatron_patch.data.loader import Loaders
+from megatron_patch.monitor.hub import Monitor
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime.heartbeat import phase
+from megatron_patch.runtime.watcher import Watcher
+from megatron_patch.schema.run import RunConfig
 from megatron_patch.training.finite import StepGuard
 from megatron_patch.training.gate import gate_of
-
-if TYPE_CHECKING:
-    from megatron_patch.data.loader import Loaders
-    from megatron_patch.monitor.hub import Monitor
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.runtime.watcher import Watcher
-    from megatron_patch.schema.run import RunConfig
-    from megatron_patch.training.signals import StopFlags
+from megatron_patch.training.signals import StopFlags
 
 
 @dataclass(slots=True)
