@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,18 +42,18 @@ def test_noise_and_a_falling_loss_are_no_spikes():
     calm(SpikeConfig(), 3000)
 
 
-@pytest.mark.parametrize(("loss", "norm"), [(5.5, 1.0), (3.0, 8.0)])
-def test_a_jump_of_either_is_a_spike(loss, norm):
-    spiked, loss_z, norm_z = calm(SpikeConfig(), 300).judge(loss, norm)
-    assert spiked and max(loss_z, norm_z) > 8
-
-
-def test_a_drop_is_none():
-    assert not calm(SpikeConfig(), 300).judge(1.0, 0.01)[0]
-
-
-def test_only_what_is_judged_counts():
-    assert not calm(SpikeConfig(grad_norm_z=None), 300).judge(3.5, 1e6)[0]
+@pytest.mark.parametrize(
+    ("options", "loss", "norm", "spike"),
+    [
+        ({}, 5.5, 1.0, True),
+        ({}, 3.0, 8.0, True),
+        ({}, 1.0, 0.01, False),  # a drop
+        ({"grad_norm_z": None}, 3.5, 1e6, False),  # only what is judged counts
+    ],
+)
+def test_a_jump_of_either_is_a_spike(options, loss, norm, spike):
+    spiked, loss_z, norm_z = calm(SpikeConfig(**options), 300).judge(loss, norm)
+    assert spiked == spike and (not spike or max(loss_z, norm_z) > 8)
 
 
 def test_nothing_is_judged_before_min_history():
@@ -132,26 +133,28 @@ def slow(seconds: list[float], **options: float) -> list[int]:
     return straggler.judge("compute", seconds, mads=o.straggler_mads, ratio=o.straggler_ratio).slow
 
 
-def test_one_of_two_ranks():
-    assert slow([0.1, 0.2]) == [1]
-    assert slow([0.1, 0.105]) == []
+def noisy(seed: int, deviation: float, **slower: float) -> list[float]:
+    """64 ranks around 0.1 s, and how long ``rankN`` takes instead."""
+    noise = random.Random(seed)
+    seconds = [abs(noise.gauss(0.1, deviation)) for _ in range(64)]
+    for name, value in slower.items():
+        seconds[int(name.removeprefix("rank"))] = value
+    return seconds
 
 
-def test_two_of_many_slowest_first():
-    noise = random.Random(3)
-    seconds = [0.1 + noise.gauss(0, 0.002) for _ in range(64)]
-    assert slow(seconds) == []
-    seconds[5], seconds[40] = 0.15, 0.3
-    assert slow(seconds) == [40, 5]
-
-
-def test_ranks_that_differ_widely_are_no_stragglers():
-    noise = random.Random(3)
-    assert slow([abs(noise.gauss(0.1, 0.03)) for _ in range(64)]) == []
-
-
-def test_less_than_a_millisecond_is_nothing():
-    assert slow([1e-5] * 7 + [5e-4]) == []
+@pytest.mark.parametrize(
+    ("seconds", "found"),
+    [
+        ([0.1, 0.2], [1]),
+        ([0.1, 0.105], []),
+        (noisy(3, 0.002), []),
+        (noisy(3, 0.002, rank5=0.15, rank40=0.3), [40, 5]),  # slowest first
+        (noisy(3, 0.03), []),  # ranks that differ widely
+        ([1e-5] * 7 + [5e-4], []),  # less than a millisecond
+    ],
+)
+def test_stragglers(seconds, found):
+    assert slow(seconds) == found
 
 
 # ----------------------------------------------------------------------------------- crash ledger
@@ -173,6 +176,9 @@ def crash(
             ledger.record_error(run_dir, rank, error)
 
 
+repeated = partial(ledger.repeated, limit=3, job_id="77", folder="77.0.1")
+
+
 def test_a_crash_leaves_step_rank_host_code_and_traceback(tmp_path):
     crash(tmp_path, 12, rank=3)
     (entry,) = ledger.read(tmp_path)
@@ -191,21 +197,19 @@ def test_a_refused_directory_gets_no_line(tmp_path):
 
 def test_three_crashes_at_one_step_stop_the_run(tmp_path):
     for n in range(3):
-        assert ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77", folder="77.0.1") is None
+        assert repeated(ledger.read(tmp_path)) is None
         for rank in (0, 1):
             crash(tmp_path, 12 - (rank == 1), restart=n, rank=rank)  # ranks are a step apart
-    report = ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77", folder="77.0.1")
+    report = repeated(ledger.read(tmp_path))
     assert report is not None and report.startswith("step 12 crashed 3 times in a row")
     assert report.count("RuntimeError: broken on rank") == 6
-    assert (
-        ledger.repeated(ledger.read(tmp_path), limit=3, job_id="78", folder="77.0.1") is None
-    )  # another job
+    assert repeated(ledger.read(tmp_path), job_id="78") is None  # another job
 
 
 def test_progress_between_crashes_is_hope(tmp_path):
     for n, step in enumerate((12, 12, 14, 12, 12)):
         crash(tmp_path, step, restart=n)
-    assert ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77", folder="77.0.1") is None
+    assert repeated(ledger.read(tmp_path)) is None
 
 
 def test_crashes_of_other_attempts_are_the_batch_script_s_to_count(tmp_path):
@@ -215,7 +219,7 @@ def test_crashes_of_other_attempts_are_the_batch_script_s_to_count(tmp_path):
     entries = ledger.read(tmp_path)
     assert len(entries) == 3
     for n in range(3):
-        assert ledger.repeated(entries, limit=3, job_id="77", folder=f"77.{n}.1") is None
+        assert repeated(entries, folder=f"77.{n}.1") is None
 
 
 def test_only_a_launcher_that_asks_is_answered(tmp_path, monkeypatch):
@@ -258,10 +262,11 @@ def test_problems(values, path):
     assert path in [p.path for p in checks.problems(run, ["faults"])]
 
 
-def test_rewind_needs_checkpoints():
+def test_rewind_needs_checkpoints_and_the_defaults_are_fine():
     run = run_config(faults={"spike": SpikeConfig(action="rewind")}, checkpoint={"interval": None})
     (problem,) = checks.problems(run, ["faults"])
     assert "set checkpoint.interval" in problem.message
+    assert list(checks.problems(run_config(), ["faults"])) == []
 
 
 def test_a_torn_line_of_the_ledger_swallows_no_other(tmp_path):
@@ -291,8 +296,3 @@ def test_a_torn_line_of_the_spikes_swallows_no_other(tmp_path):
     policy.close()
     torn, *lines = file.read_text().splitlines()
     assert torn == '{"step": 3, "lo' and [json.loads(line)["step"] for line in lines] == [5, 7]
-
-
-def test_the_defaults_are_fine():
-    run = run_config()
-    assert list(checks.problems(run, ["faults"])) == []
