@@ -13,17 +13,12 @@ from megatron_patch.stability import record
 
 pytestmark = pytest.mark.multiprocess
 
-WATCH = (
-    "training.deterministic=true",
-    "training.train_steps=12",
-    "model.num_layers=1",
-    "training.global_batch_size=2",
-    "model.hidden_dropout=0.1",
-    "faults.spike.window=8",
-    "faults.spike.min_history=4",
-    "checkpoint.interval=3",
-    "checkpoint.keep_last=null",
-)
+_WATCH = """
+    training.deterministic=true training.train_steps=12 model.num_layers=1
+    training.global_batch_size=2 model.hidden_dropout=0.1 faults.spike.window=8
+    faults.spike.min_history=4 checkpoint.interval=3 checkpoint.keep_last=null
+"""
+WATCH = tuple(_WATCH.split())
 SPIKE = {"step": 8, "times": 1}
 OFF_INTERVAL = ("faults.spike.rewind_margin=3", "checkpoint.keep_last=2")
 SKIPPED = {"windows": [[6, 2]], "rewinds": 1}
