@@ -44,7 +44,7 @@ from megatron_patch.stability.groups import Groups
 from megatron_patch.stability.guard import Switch
 from megatron_patch.stability.history import History
 from megatron_patch.stability.key_sums import KeySums, key_metrics
-from megatron_patch.stability.look_back import LookBack
+from megatron_patch.stability.look_back import look_back
 from megatron_patch.stability.observe import Observer, Seen, Watched
 from megatron_patch.stability.reduction import Arrived, Reduction
 from megatron_patch.stability.step_window import StepWindow
@@ -226,18 +226,11 @@ class AttentionMonitor:
         self._writer = Writer(self.directory, meta, start_step=step)
         for line in self._writer.messages(own=own):
             self._log(line)
-        past = LookBack(
-            directory=self.directory,
-            writer=self._writer,
-            rule=self.rule,
-            step=step,
-            reach=self._reach,
-            compensated=self._compensated_after,
-            log=self._log,
-        )
-        history, self.switched_at, last = past.history(
-            self.switched_at, parent=None if own or parent is None else Path(parent)
-        )
+        history, self.switched_at, last = look_back(
+            self._writer, self.rule, step=step, reach=self._reach, switched_at=self.switched_at,
+            parent=None if own or parent is None else Path(parent),
+            compensated=self._compensated_after, log=self._log,
+        )  # fmt: skip
         self.max_logits = last or self.max_logits
         return history
 
