@@ -35,9 +35,8 @@ def replace_core_attention(
             twice is the same as once. Other algorithms (sparse attention, a cross attention of
             another class) stay as they are.
 
-    Returns:
-        (the copy, number of places replaced). A block of identical layers repeats one layer spec
-        and counts once; a block with dense and MoE layers counts twice.
+    Returns (the copy, number of places replaced). A block of identical layers repeats one layer
+    spec and counts once; a block with dense and MoE layers counts twice.
 
     Raises ValueError: nothing was replaced; the message lists the core-attention classes found.
     """

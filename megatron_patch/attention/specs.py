@@ -56,10 +56,9 @@ def with_backend(
         backend: a name of `backends.BACKENDS`.
         options: as for `core_attention_spec`.
 
-    Returns:
-        A function to assign to ``provider.transformer_layer_spec``. It has to be a function:
-        Bridge calls what it is given when it builds multi-token prediction, and a `ModuleSpec` is
-        callable too.
+    Returns a function to assign to ``provider.transformer_layer_spec``. It has to be a function:
+    Bridge calls what it is given when it builds multi-token prediction, and a `ModuleSpec` is
+    callable too.
     """
     new = core_attention_spec(backend, **options)
 

@@ -190,8 +190,7 @@ class CheckpointDirectory:
 
         ``kinds``: a word for the new name of some of them; of others ``abandoned``.
 
-        Returns:
-            Where each one went.
+        Returns where each one went.
 
         Raises OSError: it could not be done, or in part; `finish_move` does the rest.
         """

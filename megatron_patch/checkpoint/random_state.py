@@ -61,8 +61,7 @@ def _like(current: Any, saved: torch.Tensor) -> Any:
 def reseed(seed: int, step: int, pp_rank: int) -> int:
     """Seed every stream from ``seed`` and ``step`` alone, for a layout that has no saved streams.
 
-    Returns:
-        The seed of pipeline stage 0.
+    Returns the seed of pipeline stage 0.
     """
     digest = hashlib.sha256(f"{seed} resumed at step {step}".encode()).digest()
     base = int.from_bytes(digest[:4], "big") >> 1

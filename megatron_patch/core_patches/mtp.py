@@ -44,9 +44,8 @@ def process_mtp_loss(
 
     Outside `tokens_of_step` they are counted over the whole sequences of the call.
 
-    Returns:
-        [s, b, h], the hidden states of the main model with the extra losses attached for the
-        backward pass.
+    Returns [s, b, h], the hidden states of the main model with the extra losses attached for the
+    backward pass.
     """
     if _tokens is None and (cp_group is None or cp_group.size() == 1):
         return core.process_mtp_loss(cp_group=cp_group, **arguments)

@@ -44,9 +44,8 @@ class StreamNorm(torch.nn.Module):
     def forward(self, x: Tensor, branch: Tensor | None = None, shift: Tensor | None = None) -> Any:
         """Normalize the stream x [..., h], or x + branch [..., h] + shift [h].
 
-        Returns:
-            (output in the weight's type, the stream that was normalized, in the type of x); of the
-            last norm, unless something is added, the output alone.
+        Returns (output in the weight's type, the stream that was normalized, in the type of x); of
+        the last norm, unless something is added, the output alone.
         """
         kept, self._kept = self._kept, None
         if branch is not None or kept is None or kept[1] is not x:

@@ -246,8 +246,7 @@ class Loaders:
     def start_from(self, position: Position, batch: int) -> list[str]:
         """Go on, from global batch ``batch``, after what another run took by its ``position``.
 
-        Returns:
-            A line for every dataset.
+        Returns a line for every dataset.
         """
         order = self._plain.continued(position, batch)
         self._follow(order)
@@ -361,11 +360,9 @@ def pack(rows: torch.Tensor, eod: int, layout: Layout, *, multiple: int) -> Batc
     A document begins at the start of a row and behind every end-of-document token, which carries no
     loss: what follows it is of another document.
 
-    Returns:
-        ``tokens``, ``labels``, ``position_ids``, ``loss_mask`` [1, t], ``cu_seqlens`` int32
-        [documents + 1]. One rank has t = b s. Context-parallel ranks have ``cu_seqlens_padded``
-        too, each document padded to a multiple of twice their number, and t rounded up to
-        ``multiple``.
+    Returns ``tokens``, ``labels``, ``position_ids``, ``loss_mask`` [1, t], ``cu_seqlens`` int32
+    [documents + 1]. One rank has t = b s. Context-parallel ranks have ``cu_seqlens_padded`` too,
+    each document padded to a multiple of twice their number, and t rounded up to ``multiple``.
     """
     tokens, labels = rows[:, :-1].flatten(), rows[:, 1:].flatten()
     ends = torch.eq(tokens, eod)

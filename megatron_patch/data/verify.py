@@ -80,8 +80,7 @@ def verify_datasets(run: RunConfig, *, show: bool = True) -> list[str]:
     node share it too, and a rank that finds a problem ends the job. ``show``: progress on
     standard error (first rank only).
 
-    Returns:
-        One line a dataset for the start-up log.
+    Returns one line a dataset for the start-up log.
 
     Raises DataError: all problems found, each with file, difference and remedy.
     """

@@ -50,8 +50,7 @@ def hide_old_nvrx() -> str | None:
     Nothing of it is used in a rank; ft_launcher is another process. Call it before Megatron's
     import.
 
-    Returns:
-        The version that was hidden; None: there was none to hide.
+    Returns the version that was hidden; None: there was none to hide.
     """
     found = version(NVRX)
     if found is None:
@@ -74,8 +73,7 @@ def hide_gpu_packages() -> list[str]:
     Core's norms, its AdamW, its router and more call them with any tensor. Call it before
     Megatron's import; what has been imported already stays.
 
-    Returns:
-        Names that were hidden, to be taken out of ``sys.modules`` again.
+    Returns names that were hidden, to be taken out of ``sys.modules`` again.
     """
     hidden = [name for name in GPU_PACKAGES if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]

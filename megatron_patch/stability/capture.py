@@ -277,8 +277,7 @@ class Capturer:
     def see(self, verdict: Verdict, by_head: Mapping[str, np.ndarray]) -> str | None:
         """Capture the next step at the first sign of each kind; the same call on all ranks.
 
-        Returns:
-            A line for people, where there is nothing to capture.
+        Returns a line for people, where there is nothing to capture.
         """
         # Danger without a watch before it is the first sign of both.
         signs = [sign for sign in LEVELS[1 : verdict.code + 1] if sign in self._options.capture_at]

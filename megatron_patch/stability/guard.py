@@ -70,8 +70,7 @@ def switch(sites: Sequence[Site]) -> int:
 
     Nothing else changes: the stabilizer has no parameters and no state between calls.
 
-    Returns:
-        How many modules changed; 0 on a rank that computes so already.
+    Returns how many modules changed; 0 on a rank that computes so already.
 
     Raises BackendError: a layer that stable_flash cannot serve.
     """

@@ -312,8 +312,7 @@ class AttentionMonitor:
             grad_norm: over all ranks, before clipping; None if nobody computes it.
             lr: of the update; default: the optimizer's first group's.
 
-        Returns:
-            The record of an earlier step, if one has arrived.
+        Returns the record of an earlier step, if one has arrived.
         """
         self.observer.disarm()
         for path in self.capturer.saved:

@@ -306,8 +306,7 @@ def head_metrics(sums: np.ndarray, maxima: np.ndarray) -> dict[str, np.ndarray]:
 
     ``sums``: float64 [L, H, fields]; maxima: float32 [L, H], -inf where nothing was seen.
 
-    Returns:
-        float32 [L, H] by name; NaN where nothing was measured.
+    Returns float32 [L, H] by name; NaN where nothing was measured.
     """
     s = {name: sums[..., i] for i, name in enumerate(FIELDS)}
     with np.errstate(divide="ignore", invalid="ignore"):

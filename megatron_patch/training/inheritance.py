@@ -119,8 +119,7 @@ class Inheritance:
             step: steps done.
             batch: the global batch to come.
 
-        Returns:
-            Lines for the log: the table of a start from another run, what a change changes.
+        Returns lines for the log: the table of a start from another run, what a change changes.
 
         Raises:
             ConfigError: the run is beyond its end, or data or schedule are not those of its steps.

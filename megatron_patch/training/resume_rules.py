@@ -61,8 +61,7 @@ SOFTWARE = ("python", *DISTRIBUTIONS, "cuda", "cudnn", "nccl", "gpu")
 def check_settings(loaded: Loaded, path: Path) -> tuple[list[Problem], list[str]]:
     """Compare the configuration with that of a run directory in which something was trained.
 
-    Returns:
-        What stands against going on, and a line for every allowed change.
+    Returns what stands against going on, and a line for every allowed change.
     """
     if loaded.config.checkpoint.resume == "never":
         text = (
@@ -203,8 +202,7 @@ def continue_run(
             a start from another run's.
         step: steps that this run has done.
 
-    Returns:
-        Lines about what a change of the configuration changes.
+    Returns lines about what a change of the configuration changes.
 
     Raises ConfigError: data or schedule are others, and no key asks for that.
     """
@@ -256,8 +254,7 @@ def check_data(
             version, or there is none.
         moved: keys by which that checkpoint names other data (`data_keys`).
 
-    Returns:
-        What stands against going on, and lines about other evaluation data.
+    Returns what stands against going on, and lines about other evaluation data.
     """
     problems: list[Problem] = []
     notes: list[str] = []

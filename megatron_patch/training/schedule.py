@@ -119,8 +119,7 @@ def go_on(
 ) -> tuple[list[Problem], list[str]]:
     """Let a scheduler that took over the steps of this run's checkpoint go on with its schedule.
 
-    Returns:
-        What stands against going on, and a line for every change of a learning rate.
+    Returns what stands against going on, and a line for every change of a learning rate.
     """
     o, before, now = run.optimizer, Schedule.saved(content, run), Schedule.of(run)
     same_begin = now.begin_step == before.begin_step

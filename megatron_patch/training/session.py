@@ -53,8 +53,7 @@ def build_session(
 ) -> tuple[Session, int]:
     """Build the parts of a session. Collective.
 
-    Returns:
-        The session and the number of rows of the embedding.
+    Returns the session and the number of rows of the embedding.
     """
     from megatron.core.distributed import finalize_model_grads
 
