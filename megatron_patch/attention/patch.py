@@ -12,7 +12,6 @@ directly and need `replace_core_attention`, which is to be preferred wherever a 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 from collections.abc import Iterator
@@ -47,19 +46,10 @@ def patched_core_attention(backend: str, **options: Any) -> Iterator[None]:
     providers = [_provider(module, name) for module, name in _PROVIDERS]
     with contextlib.ExitStack() as undo:
         for provider in providers:
-            original = provider.core_attention
-            undo.callback(setattr, provider, "core_attention", original)
-            provider.core_attention = _answering(original, new)
+            undo.callback(setattr, provider, "core_attention", provider.core_attention)
+            provider.core_attention = lambda self: new
             log.info("patched %s.core_attention: %s", provider.__qualname__, backend)
         yield
-
-
-def _answering(original: Any, new: Any) -> Any:
-    @functools.wraps(original)
-    def core_attention(self: Any) -> Any:
-        return new
-
-    return core_attention
 
 
 def _provider(module: str, name: str) -> Any:

@@ -43,7 +43,7 @@ from megatron_patch.context_parallel.communicator import (
 from megatron_patch.context_parallel.engine import Attention, Saved
 from megatron_patch.context_parallel.heads import HeadExchange, HeadSplit
 from megatron_patch.context_parallel.movement import Alone, Gathered, Movement, Ring
-from megatron_patch.context_parallel.schedule import Bounds, schedule
+from megatron_patch.context_parallel.schedule import Bounds, Schedule
 from megatron_patch.context_parallel.tokens import Dense, Packed, Tokens
 from stable_attention.problem import AttentionArgumentError, Options
 
@@ -248,7 +248,7 @@ def build(
     larger = tokens.larger(across.size)
     short, long = larger.chunk_lengths()
     bounds, drops = Bounds(options.window_left, options.window_right), options.dropout_p > 0
-    plan = schedule(along.size, along.rank, bounds, short=short, long=long, by_position=drops)
+    plan = Schedule(along.size, along.rank, bounds, short=short, long=long, by_position=drops)
     movement: Movement
     if along.size == 1:
         movement = Alone(larger, plan)
