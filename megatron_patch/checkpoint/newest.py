@@ -17,13 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_patch.checkpoint import earlier, pinned
-from megatron_patch.checkpoint.directory import (
-    ASIDE,
-    LATEST,
-    NEXT,
-    CheckpointDirectory,
-    parse_name,
-)
+from megatron_patch.checkpoint.directory import ASIDE, LATEST, NEXT, CheckpointDirectory, parse_name
 from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.checkpoint.manifest import MANIFEST
 

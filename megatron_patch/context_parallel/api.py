@@ -35,11 +35,7 @@ from megatron_patch.context_parallel.checks import (
     check_packed,
     check_shapes,
 )
-from megatron_patch.context_parallel.communicator import (
-    Communicator,
-    GroupCommunicator,
-    bytes_sent,
-)
+from megatron_patch.context_parallel.communicator import Communicator, GroupCommunicator, bytes_sent
 from megatron_patch.context_parallel.engine import Attention, Saved
 from megatron_patch.context_parallel.heads import HeadExchange, HeadSplit
 from megatron_patch.context_parallel.movement import Alone, Gathered, Movement, Ring

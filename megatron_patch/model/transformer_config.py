@@ -172,10 +172,7 @@ def _recompute(run: RunConfig) -> dict[str, Any]:
     if recompute.granularity == "none":
         return {}
     if recompute.granularity == "selective":
-        return {
-            "recompute_granularity": "selective",
-            "recompute_modules": list(recompute.modules),
-        }
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
     return {
         "recompute_granularity": "full",
         "recompute_method": recompute.method,

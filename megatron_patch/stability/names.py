@@ -101,9 +101,7 @@ def worst(name: str, values: np.ndarray) -> np.ndarray:
 
 
 def shown(
-    scalars: Mapping[str, float],
-    layers: Mapping[str, np.ndarray],
-    heads: Mapping[str, np.ndarray],
+    scalars: Mapping[str, float], layers: Mapping[str, np.ndarray], heads: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
     """Finite values of a record by full name, the worst head of each layer."""
     found = {f"stability/{n}": v for n, v in scalars.items() if math.isfinite(v)}

@@ -233,10 +233,7 @@ def test_wandb_missing_is_a_clear_error(tmp_path, monkeypatch):
 
 def test_logging_section_problems():
     run = run_config(logging={"interval": 0, "peak_tflops": -1.0})
-    assert [p.path for p in run.logging.problems()] == [
-        "logging.interval",
-        "logging.peak_tflops",
-    ]
+    assert [p.path for p in run.logging.problems()] == ["logging.interval", "logging.peak_tflops"]
 
 
 def test_a_server_of_wandb_that_is_away_stops_no_restart(tmp_path, monkeypatch):

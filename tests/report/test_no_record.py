@@ -7,8 +7,7 @@ from report_pages import FLAT, make_run, said, write_records
 
 
 @pytest.mark.parametrize(
-    ("steps", "expected"),
-    [(0, "metrics.csv has no step."), (17, "metrics.csv has steps 1 to 17.")],
+    ("steps", "expected"), [(0, "metrics.csv has no step."), (17, "metrics.csv has steps 1 to 17.")]
 )
 def test_why_there_is_no_record(tmp_path, steps, expected):
     run = make_run(tmp_path / "run", losses=FLAT[:steps])

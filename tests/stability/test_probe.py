@@ -135,11 +135,7 @@ def test_the_check_of_shipped_captures(tmp_path):
     good = tmp_path / file_name(5000, 1, 0, "grad_norm")
     capture("tie2s", **facts).save(good)
     check_shipped(good)
-    for change in (
-        {"run_name": "synthetic"},
-        {"trigger": "step"},
-        {"stabilizer": "compensated"},
-    ):
+    for change in ({"run_name": "synthetic"}, {"trigger": "step"}, {"stabilizer": "compensated"}):
         other = tmp_path / "other.pt"
         capture("tie2s", **facts | change).save(other)
         with pytest.raises(AssertionError):
@@ -228,8 +224,7 @@ def test_what_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"q": None}, {"k": torch.zeros(96, 1, 2, 4)}, {"window": []}, {"heads": ["a", "b"]}],
+    "changes", [{"q": None}, {"k": torch.zeros(96, 1, 2, 4)}, {"window": []}, {"heads": ["a", "b"]}]
 )
 def test_a_capture_that_contradicts_itself_is_one_line(tmp_path, capsys, changes):
     dataclasses.replace(capture("gauss"), **changes).save(tmp_path / "odd.pt")

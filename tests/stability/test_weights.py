@@ -126,9 +126,7 @@ def test_fewer_key_heads_than_ranks(monkeypatch, heads, groups, size):
             linear_qkv=SimpleNamespace(weight=weight),
             config=SimpleNamespace(num_query_groups=groups),
             world_size=tp,
-            pg_collection=SimpleNamespace(
-                tp=SimpleNamespace(rank=lambda: rank, size=lambda: tp),
-            ),
+            pg_collection=SimpleNamespace(tp=SimpleNamespace(rank=lambda: rank, size=lambda: tp)),
             # Core's own numbers where key/value heads are repeated.
             num_attention_heads_per_partition=heads // min(tp, groups),
             num_query_groups_per_partition=max(1, groups // tp),

@@ -141,10 +141,7 @@ TWO_MORE: Table = {
     "latent_a2a": ("latent", [CP2, f"{KIND}=a2a"]),
     "mtp_p2p": ("mtp", [CP2]),
 }
-FOUR: Table = {
-    "tp2": ("fp32", [CP2, TP2, SP]),
-    "packed_pp2": ("packed", [CP2, PP2]),
-}
+FOUR: Table = {"tp2": ("fp32", [CP2, TP2, SP]), "packed_pp2": ("packed", [CP2, PP2])}
 FOUR_MORE: Table = {
     "pp2": ("fp32", [CP2, PP2]),
     "cp4_both": ("fp32", [CP4, f"{KIND}=a2a+p2p", SIZES]),

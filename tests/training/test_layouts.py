@@ -69,10 +69,7 @@ TWO: Table = {
     "pp2_virtual_tied_mtp": ("tied_mtp", [f"{PP}=2", f"{VPP}=2", *TIED_MTP]),
     "ep2": ("moe", [f"{EP}=2", *MOE]),
 }
-TWO_MORE: Table = {
-    "dp2_whole": ("whole", [f"{DIST_OPT}=false"]),
-    "dp2_bf16": ("bf16", IN_BF16),
-}
+TWO_MORE: Table = {"dp2_whole": ("whole", [f"{DIST_OPT}=false"]), "dp2_bf16": ("bf16", IN_BF16)}
 FOUR: Table = {"tp2_pp2": ("fp32", [f"{TP}=2", f"{SP}=true", f"{PP}=2"])}
 
 
