@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -234,17 +233,10 @@ class Snapshot(Watcher):
 
     def __init__(self, session: Session) -> None:
         from megatron_patch.stability.gradients import LayerNorms
-        from megatron_patch.stability.observe import layer_of
+        from megatron_patch.stability.observe import watched_chunks
 
         self.session = session
-        roots = [unwrap(chunk) for chunk in session.chunks]
-        self.norms = LayerNorms(
-            session.chunks,
-            roots,
-            layers=session.run.model.attention_layers,
-            device=torch.device("cpu"),
-            find=partial(layer_of, decoder_layers=session.run.model.num_layers),
-        )
+        self.norms = LayerNorms(watched_chunks(session.chunks), device=torch.device("cpu"))
 
     def grads_reduced(self) -> None:
         self.norms.measure()

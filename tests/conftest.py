@@ -27,33 +27,18 @@ from megatron_patch.runtime import environment
 
 NO_GPU = "needs a CUDA device; none here"
 # Files that take minutes, longest first: a worker that begins one of them last works alone.
-LONG = (
-    "golden/test_golden.py",
-    "kernels/test_planted_bugs.py",
-    "stability/test_runs.py",
-    "faults/test_injected.py",
-    "training/test_layouts.py",
-    "training/test_context_parallel.py",
-    "kernels/test_aot.py",
-    "kernels/test_error_rule.py",
-    "training/test_inheritance.py",
-    "training/test_compositions.py",
-    "faults/test_hang_runs.py",
-    "faults/test_hopeless_errors.py",
-    "checkpoint/test_resume.py",
-    "training/test_stops.py",
-    "faults/test_spike_runs.py",
-    "training/test_gate_ranks.py",
-    "stability/test_guard_resumes.py",
-    "stability/test_pinned_checkpoints.py",
-    "stability/test_used_errors.py",
-    "faults/test_hang.py",
-    "planner/test_activations.py",
-    "kernels/test_ops_torch.py",
-    "kernels/test_side_by_side.py",
-    "context_parallel/test_gloo.py",
-    "context_parallel/test_failure.py",
-)
+_LONG = """
+    golden/test_golden.py kernels/test_planted_bugs.py stability/test_runs.py
+    faults/test_injected.py training/test_layouts.py training/test_context_parallel.py
+    kernels/test_aot.py kernels/test_error_rule.py training/test_inheritance.py
+    training/test_compositions.py faults/test_hang_runs.py faults/test_hopeless_errors.py
+    checkpoint/test_resume.py training/test_stops.py faults/test_spike_runs.py
+    training/test_gate_ranks.py stability/test_guard_resumes.py
+    stability/test_pinned_checkpoints.py stability/test_used_errors.py faults/test_hang.py
+    planner/test_activations.py kernels/test_ops_torch.py kernels/test_side_by_side.py
+    context_parallel/test_gloo.py context_parallel/test_failure.py
+"""
+LONG = tuple(_LONG.split())
 
 
 if cuda_devices() == 0:

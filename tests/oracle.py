@@ -167,10 +167,7 @@ def gradients(
     if not pairs:
         return tuple(torch.zeros_like(x) for x in inputs)
     grads = torch.autograd.grad(
-        [o for o, _ in pairs],
-        inputs,
-        [c.to(o.dtype) for o, c in pairs],
-        allow_unused=True,
+        [o for o, _ in pairs], inputs, [c.to(o.dtype) for o, c in pairs], allow_unused=True
     )
     return tuple(
         torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)

@@ -1,7 +1,5 @@
 """A norm along the residual stream beside norm and stream apart: all results and gradients."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_unfused
 

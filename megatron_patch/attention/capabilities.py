@@ -7,14 +7,11 @@ so that configurations can be checked anywhere.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.backends.row import Backend, Capability, LayerRequirements
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)

@@ -56,8 +56,7 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
     Returns:
         A `ModuleSpec` of `CoreAttention`, or Megatron-Core's own class for ``mcore_local``, ``te``.
 
-    Raises:
-        ValueError: an unknown backend, or options for one that has none.
+    Raises ValueError: an unknown backend, or options for one that has none.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
@@ -76,8 +75,7 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
 class CoreAttention(torch.nn.Module):
     """Softmax attention between Megatron-Core's QKV and output projections, by a named backend.
 
-    Raises:
-        BackendError: (constructor) the backend cannot serve this layer; lists every reason.
+    Raises BackendError: (constructor) the backend cannot serve this layer; lists every reason.
     """
 
     softmax_offset: torch.Tensor | None
@@ -113,9 +111,8 @@ class CoreAttention(torch.nn.Module):
         self.hierarchical = tuple(getattr(pg_collection, "hcp", None) or ())
         self.cp_comm_type = cp_comm_type or "p2p"
         self.softmax_scale = softmax_scale
-        self.dropout_p = (
-            config.attention_dropout if attention_dropout is None else attention_dropout
-        )
+        own = attention_dropout
+        self.dropout_p = config.attention_dropout if own is None else own
         # apply_query_key_layer_scaling divides by the layer number before an fp16 softmax and
         # multiplies after it; with float32 scores both halves drop out.
         self.window = None
@@ -228,8 +225,7 @@ class CoreAttention(torch.nn.Module):
 
         Returns [sq, b, np * hv]; for packed input ([t, np, hn] ...) [t, np * hv].
 
-        Raises:
-            ValueError: an additive bias, an arbitrary mask, or arguments of another algorithm.
+        Raises ValueError: an additive bias, an arbitrary mask, or arguments of another algorithm.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         _reject(attention_bias, unsupported)
@@ -275,10 +271,9 @@ class CoreAttention(torch.nn.Module):
         group, hierarchical = self.cp_group, self.hierarchical
         own = None if params is None else getattr(params, "cp_group", None)
         size = None if params is None else getattr(params, "local_cp_size", None)
-        if own is not None:
-            if own is not group:
-                group, hierarchical = own, ()
-        elif size is not None:
+        if own is not None and own is not group:
+            group, hierarchical = own, ()
+        elif own is None and size is not None:
             if size > 1:
                 raise ValueError(
                     f"packed_seq_params.local_cp_size is {int(size)} without a cp_group; give the "
@@ -288,21 +283,17 @@ class CoreAttention(torch.nn.Module):
         if group is None or group.size() == 1:
             return None
         if not BACKENDS[self.backend_name].cp:
-            registry.check(
-                self.backend_name, dataclasses.replace(self._requirements(), cp=group.size())
-            )
+            facts = dataclasses.replace(self._requirements(), cp=group.size())
+            registry.check(self.backend_name, facts)
         return ContextParallel(
-            group=group,
-            mode=self.cp_comm_type,
-            hierarchical=hierarchical or None,
+            group=group, mode=self.cp_comm_type, hierarchical=hierarchical or None,
             **self.cp_options,
-        )
+        )  # fmt: skip
 
     def use(self, backend: str, **options: Any) -> None:
         """Serve all further calls by another backend, or by the same with other options.
 
-        Raises:
-            BackendError: it cannot serve this layer; nothing has changed then.
+        Raises BackendError: it cannot serve this layer; nothing has changed then.
         """
         before = self.backend_name, self.options
         self.backend_name, self.options = backend, dict(options)

@@ -12,18 +12,15 @@ directly and need `replace_core_attention`, which is to be preferred wherever a 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from packaging.version import Version
 
 from megatron_patch.attention.core import core_attention_spec
 from megatron_patch.runtime.environment import core_version
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 
@@ -49,19 +46,10 @@ def patched_core_attention(backend: str, **options: Any) -> Iterator[None]:
     providers = [_provider(module, name) for module, name in _PROVIDERS]
     with contextlib.ExitStack() as undo:
         for provider in providers:
-            original = provider.core_attention
-            undo.callback(setattr, provider, "core_attention", original)
-            provider.core_attention = _answering(original, new)
+            undo.callback(setattr, provider, "core_attention", provider.core_attention)
+            provider.core_attention = lambda self: new
             log.info("patched %s.core_attention: %s", provider.__qualname__, backend)
         yield
-
-
-def _answering(original: Any, new: Any) -> Any:
-    @functools.wraps(original)
-    def core_attention(self: Any) -> Any:
-        return new
-
-    return core_attention
 
 
 def _provider(module: str, name: str) -> Any:

@@ -11,10 +11,9 @@ import importlib
 import os
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 from megatron_patch.attention.backends import BACKENDS
-from megatron_patch.attention.backends.row import Capability, LayerRequirements
+from megatron_patch.attention.backends.row import LayerRequirements
 from megatron_patch.attention.capabilities import (
     NOT_COMPENSATED,
     Machine,
@@ -22,11 +21,7 @@ from megatron_patch.attention.capabilities import (
     unsupported_backward,
 )
 from megatron_patch.schema.model import attention_head_dim, query_groups
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 BORROWED = ("sdpa_cudnn", "sdpa_flash", "fa4")
 """Backends whose backward pass can serve the forward of ``stable_flash``."""
@@ -63,9 +58,8 @@ def select(
         facts: what the layer kind asks for, see `requirements_of`.
         machine: default: this one, probed.
 
-    Raises:
-        BackendError: every requirement that is not met, each with its remedy, and the backends that
-            could serve the same facts.
+    Raises BackendError: every requirement that is not met, each with its remedy, and the backends
+    that could serve the same facts.
     """
     return check(run.attention.backend, facts, machine=machine)
 
@@ -238,7 +232,7 @@ def table() -> str:
             "head dims",
             lambda r: "any" if r.head_dims[2] == 1 else f"{r.head_dims[0]}..{r.head_dims[1]}",
         ),
-        *((name, _flag(name)) for name in _FLAGS),
+        *((name, lambda row, name=name: "yes" if getattr(row, name) else "-") for name in _FLAGS),
         ("device", lambda r: "/".join(r.devices)),
     ]
     header = ["backend", *(title for title, _ in columns), "here"]
@@ -261,23 +255,8 @@ def table() -> str:
     return "\n".join(lines)
 
 
-_FLAGS = (
-    "v_head_dim",
-    "gqa",
-    "window",
-    "sinks",
-    "softcap",
-    "dropout",
-    "thd",
-    "deterministic",
-    "max_logits",
-    "cp",
-    "fp8",
-)
-
-
-def _flag(name: str) -> Callable[[Capability], str]:
-    return lambda row: "yes" if getattr(row, name) else "-"
+_FLAGS = ("v_head_dim", "gqa", "window", "sinks", "softcap", "dropout", "thd", "deterministic",
+          "max_logits", "cp", "fp8")  # fmt: skip
 
 
 def _here(name: str, machine: Machine) -> str:

@@ -11,13 +11,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 FIELD = "core_attention"
 
@@ -37,12 +35,10 @@ def replace_core_attention(
             twice is the same as once. Other algorithms (sparse attention, a cross attention of
             another class) stay as they are.
 
-    Returns:
-        (the copy, number of places replaced). A block of identical layers repeats one layer spec
-        and counts once; a block with dense and MoE layers counts twice.
+    Returns (the copy, number of places replaced). A block of identical layers repeats one layer
+    spec and counts once; a block with dense and MoE layers counts twice.
 
-    Raises:
-        ValueError: nothing was replaced; the message lists the core-attention classes found.
+    Raises ValueError: nothing was replaced; the message lists the core-attention classes found.
     """
     wanted = set(default_classes() if only is None else only) | {module_class(new)}
     found: list[type] = []

@@ -13,7 +13,8 @@ a spec leaves out. Megatron-Bridge takes a function instead: `with_backend`.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -24,9 +25,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.core import core_attention_spec
 from megatron_patch.attention.replace import replace_core_attention
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _LAYERS: dict[str, Callable[[], Any]] = {
     "local_layernorm": functools.partial(get_gpt_layer_local_spec, normalization="LayerNorm"),
@@ -58,10 +56,9 @@ def with_backend(
         backend: a name of `backends.BACKENDS`.
         options: as for `core_attention_spec`.
 
-    Returns:
-        A function to assign to ``provider.transformer_layer_spec``. It has to be a function:
-        Bridge calls what it is given when it builds multi-token prediction, and a `ModuleSpec` is
-        callable too.
+    Returns a function to assign to ``provider.transformer_layer_spec``. It has to be a function:
+    Bridge calls what it is given when it builds multi-token prediction, and a `ModuleSpec` is
+    callable too.
     """
     new = core_attention_spec(backend, **options)
 

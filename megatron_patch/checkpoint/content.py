@@ -115,8 +115,7 @@ def check_options(
 ) -> None:
     """Compare what a manifest says with this run, before a request is built.
 
-    Raises:
-        MismatchError: an option that cannot change on a resume differs.
+    Raises MismatchError: an option that cannot change on a resume differs.
     """
     remedy = (
         "set it back, or start a new run from it with checkpoint.load_from, without optimizer in "
@@ -138,10 +137,8 @@ def check_options(
             f"it was saved with training.precision: {info.get('precision')}, this run has "
             f"{precision}; {remedy}"
         )
-    before = dict(info.get("layout") or {})
-    changed = [
-        axis for axis in ("tp", "pp", "ep", "virtual_stages") if before.get(axis) != layout[axis]
-    ]
+    before, axes = dict(info.get("layout") or {}), ("tp", "pp", "ep", "virtual_stages")
+    changed = [axis for axis in axes if before.get(axis) != layout[axis]]
     if info.get("optimizer_sharding") == "dp_reshardable" and changed:
         raise MismatchError(
             "its optimizer state was saved with checkpoint.optimizer_sharding: dp_reshardable, "
@@ -220,9 +217,8 @@ def check_fit(asked: list[list[Any]], index: Metadata, *, skip: str) -> None:
     ]
     if problems:
         more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        text = "\n  ".join(
-            ["the checkpoint does not fit this configuration:", *problems[:SHOWN], *more]
-        )
+        head = "the checkpoint does not fit this configuration:"
+        text = "\n  ".join([head, *problems[:SHOWN], *more])
         if all(problem.startswith("optimizer.") for problem in problems):
             text += (
                 "\nthe model fits, the optimizer is another one: set optimizer.name back, or leave "
@@ -252,8 +248,8 @@ def read(request: dict[str, Any], folder: Path, index: Metadata) -> dict[str, An
     from megatron_patch.checkpoint.safe_reader import safe_loading
 
     try:
-        with safe_loading(index), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # core and torch about their own future
+        quiet = warnings.catch_warnings(action="ignore")  # core and torch about their own future
+        with safe_loading(index), torch.no_grad(), quiet:
             return dist_checkpointing.load(request, str(folder), validate_access_integrity=False)
     except (Exception, CheckpointException) as error:  # torch's is a BaseException
         cause = _cause(error)

@@ -144,13 +144,9 @@ class CheckpointDirectory:
 
     def attempts(self, step: int) -> list[int]:
         """Attempt numbers of ``step`` that were ever used, moved aside ones included."""
-        numbers = []
-        for folder in (self.root, self.root / ASIDE):
-            for name in os.listdir(folder) if folder.is_dir() else ():
-                match = DIRECTORY.match(name)
-                if match and int(match[1]) == step:
-                    numbers.append(int(match[2]))
-        return numbers
+        folders = [folder for folder in (self.root, self.root / ASIDE) if folder.is_dir()]
+        found = [DIRECTORY.match(name) for folder in folders for name in os.listdir(folder)]
+        return [int(match[2]) for match in found if match and int(match[1]) == step]
 
     # ---------------------------------------------------------------- latest
 
@@ -192,14 +188,11 @@ class CheckpointDirectory:
     ) -> dict[str, Path]:
         """Make ``name`` the newest: move newer ones and ``also`` aside, then ``latest``.
 
-        Args:
-            kinds: a word for the new name of some of them; of others ``abandoned``.
+        ``kinds``: a word for the new name of some of them; of others ``abandoned``.
 
-        Returns:
-            Where each one went.
+        Returns where each one went.
 
-        Raises:
-            OSError: it could not be done, or in part; `finish_move` does the rest.
+        Raises OSError: it could not be done, or in part; `finish_move` does the rest.
         """
         self.announce(name)
         moved = {
@@ -249,8 +242,7 @@ class CheckpointDirectory:
         Without a seal nothing can load it; kept whole, it would fill the disk that it failed on.
         One with a seal is complete but for its name, and is put aside whole.
 
-        Raises:
-            OSError: it could not be renamed.
+        Raises OSError: it could not be renamed.
         """
         if _sealed(path):
             return self.move_aside(path, kind)
@@ -272,8 +264,7 @@ class CheckpointDirectory:
     def delete(self, name: str) -> None:
         """Delete a complete checkpoint.
 
-        Raises:
-            OSError: it could not be deleted; `finish_deletions` does the rest.
+        Raises OSError: it could not be deleted; `finish_deletions` does the rest.
         """
         doomed = self.root / (name + DELETING)
         # Renamed first: a kill in the middle leaves nothing that looks complete.

@@ -74,8 +74,7 @@ def close(directory: CheckpointDirectory) -> None:
 def kept(root: Path) -> dict[str, str]:
     """Why each checkpoint is kept that ``kept.json`` names, as `checkpoint.pinned` says it.
 
-    Raises:
-        ValueError: it is damaged.
+    Raises ValueError: it is damaged.
     """
     try:
         found = json.loads(read_small(root, KEPT, limit=1 << 20))

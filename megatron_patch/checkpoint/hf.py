@@ -121,8 +121,7 @@ def import_model(
         key: signs the manifest.
         check: what is wrong with a model.
 
-    Raises:
-        RequestError: something of it cannot be imported, with field, value and remedy.
+    Raises RequestError: something of it cannot be imported, with field, value and remedy.
     """
     values = _config_json(source)
     model, vocab, unread = hf_config.read(values, seq_length=seq_length)
@@ -279,8 +278,7 @@ def load_whole(found: Found) -> tuple[torch.nn.Module, Any, RunConfig]:
 
     Inside `_one_rank`.
 
-    Raises:
-        RequestError: another version wrote it, with keys that are none here.
+    Raises RequestError: another version wrote it, with keys that are none here.
     """
     sizes = {name: digest.size for name, digest in found.manifest.files.items()}
     index = read_metadata(found.path, sizes)

@@ -83,8 +83,7 @@ def read(values: dict[str, Any], *, seq_length: int | None) -> tuple[ModelConfig
         values: the file.
         seq_length: tokens of a training sequence; None: as many as the file's positions.
 
-    Raises:
-        RequestError: naming every field that is missing or has a value we do not compute.
+    Raises RequestError: naming every field that is missing or has a value we do not compute.
     """
     fields = _Fields(values)
     family = str(values.get("model_type"))
@@ -140,7 +139,7 @@ def _llama(fields: _Fields, family: str) -> dict[str, Any]:
     fields.must("hidden_act", "silu", "the MLP is SwiGLU")
     base, scaling = _rope(fields)
     biases = _biases(fields, family)
-    found = {
+    return {
         "num_layers": layers,
         "hidden_size": fields.get("hidden_size"),
         "num_attention_heads": heads,
@@ -158,7 +157,6 @@ def _llama(fields: _Fields, family: str) -> dict[str, Any]:
         "tie": fields.get("tie_word_embeddings", False, kind=bool),
         "std": float(fields.get("initializer_range", 0.02, kind=(float, int))),
     }
-    return found
 
 
 def _biases(fields: _Fields, family: str) -> dict[str, bool]:
@@ -180,11 +178,10 @@ def _rope(fields: _Fields) -> tuple[float, RopeScalingConfig | None]:
     theta = rope.pop("rope_theta", fields.values.get("rope_theta", 10000.0))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
-    for given in (
-        fields.values.get("partial_rotary_factor"),
-        rope.pop("partial_rotary_factor", None),
-    ):
+    for values in (fields.values, rope):
+        given = values.get("partial_rotary_factor")
         fields.must("partial_rotary_factor", 1.0, "these families turn whole heads", given=given)
+    rope.pop("partial_rotary_factor", None)
     if not isinstance(theta, int | float) or isinstance(theta, bool) or not 0 < theta < 1e30:
         fields.problems.append(f"rope_theta: {theta!r:.60}, a number above 0 is needed")
         theta = 1.0
@@ -243,10 +240,8 @@ def _experts(fields: _Fields, family: str, layers: int) -> MoEConfig:
     top_k = fields.get("num_experts_per_tok", 2)
     fields.seen |= {"num_experts", "num_local_experts"}
     name = "num_experts" if "num_experts" in fields.values else "num_local_experts"
-    experts, coefficient = (
-        fields.get(name),
-        float(fields.get("router_aux_loss_coef", 0.001, kind=(float, int))),
-    )
+    experts = fields.get(name)
+    coefficient = float(fields.get("router_aux_loss_coef", 0.001, kind=(float, int)))
     if family == "mixtral":
         if top_k == 1:
             text = "with one expert a token its share would be 1, and the router without gradient"
@@ -287,8 +282,7 @@ def write(model: ModelConfig, *, vocab_size: int, precision: str) -> dict[str, A
         vocab_size: rows of the embedding that are exported.
         precision: bf16 or fp32, of the weights.
 
-    Raises:
-        RequestError: what it would be read as computes something else; naming the keys.
+    Raises RequestError: what it would be read as computes something else; naming the keys.
     """
     family = _family_of(model)
     values = _written(model, family, vocab_size, precision)
@@ -319,14 +313,15 @@ def _written(model: ModelConfig, family: str, vocab_size: int, precision: str) -
         "initializer_range": model.init_std,
     }
     if family == "gpt2":
-        named = {"gelu": "gelu", "relu": "relu"}
         return found | {
             "n_layer": model.num_layers,
             "n_embd": model.hidden_size,
             "n_head": model.num_attention_heads,
             "n_inner": shape.ffn_hidden_size(model),
             "n_positions": shape.longest_sequence(model),
-            "activation_function": named.get(model.activation, "gelu_new"),
+            "activation_function": {"gelu": "gelu", "relu": "relu"}.get(
+                model.activation, "gelu_new"
+            ),
             "layer_norm_epsilon": model.norm_epsilon,
             "attn_pdrop": model.attention_dropout,
             "embd_pdrop": model.hidden_dropout,

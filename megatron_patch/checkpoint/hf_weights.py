@@ -208,8 +208,7 @@ def fill(
     rows enlarge the denominator of the softmax over v tokens by at most k / v. Zeros could dominate
     it, since the logits of a model may all be negative.
 
-    Raises:
-        RequestError: a tensor is missing, left over, or of another shape; naming it.
+    Raises RequestError: a tensor is missing, left over, or of another shape; naming it.
     """
     problems: list[str] = []
     left = {name for name in files.names if not BUFFERS.search(name)}

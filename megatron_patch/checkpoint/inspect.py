@@ -75,11 +75,9 @@ class Entry:
 def resolve(path: str | Path) -> tuple[Path, str | None]:
     """(directory of the store, name of the one checkpoint meant or None for all).
 
-    Args:
-        path: a run directory, its ``checkpoints``, or one checkpoint.
+    ``path``: a run directory, its ``checkpoints``, or one checkpoint.
 
-    Raises:
-        RequestError: it is none of them.
+    Raises RequestError: it is none of them.
     """
     path = Path(path)
     if not path.is_dir():
@@ -302,8 +300,7 @@ def alone(root: Path) -> Iterator[None]:
 
     The run directory may be elsewhere (``checkpoint.directory``); earlier versions locked only it.
 
-    Raises:
-        BusyError: a trainer holds one.
+    Raises BusyError: a trainer holds one.
     """
     with contextlib.ExitStack() as locks:
         for folder in (root.parent, root):

@@ -42,9 +42,8 @@ def has_saved(run_dir: Path) -> bool:
 def refuse_to_forget(run_dir: Path, root: Path) -> None:
     """Do not start a run at step 0 whose store ``root`` is empty and once was not.
 
-    Raises:
-        CheckpointError: the run directory knows of a checkpoint; an UnavailableError where it
-            cannot be asked this time.
+    Raises CheckpointError: the run directory knows of a checkpoint; an UnavailableError where it
+    cannot be asked this time.
     """
     file = run_dir / FILE
     try:

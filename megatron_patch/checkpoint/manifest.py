@@ -72,8 +72,7 @@ class Manifest:
 def decode(body: bytes) -> Manifest:
     """Parse ``manifest.json`` strictly.
 
-    Raises:
-        BadCheckpoint: not a manifest this version reads, or a name or number in it is not one.
+    Raises BadCheckpoint: not a manifest this version reads, or a name or number in it is not one.
     """
     try:
         raw = json.loads(body)
@@ -86,15 +85,9 @@ def decode(body: bytes) -> Manifest:
         files = {_name(name): _digest(name, entry) for name, entry in raw["files"].items()}
         if not files:
             raise BadCheckpoint("manifest", "manifest lists no files")
-        return Manifest(
-            step=_count(raw["step"]),
-            attempt=_count(raw["attempt"]),
-            store=str(raw["store"]),
-            created=str(raw["created"]),
-            world_size=_count(raw["world_size"]),
-            files=files,
-            info=dict(raw["info"]),
-        )
+        about: dict[str, Any] = {n: _count(raw[n]) for n in ("step", "attempt", "world_size")}
+        about |= {name: str(raw[name]) for name in ("store", "created")}
+        return Manifest(**about, files=files, info=dict(raw["info"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint("manifest", f"manifest is malformed: {error!r}") from None
 
@@ -135,9 +128,8 @@ def seal(body: bytes, key: bytes | None) -> bytes:
 def check_seal(body: bytes, given: bytes, key: bytes | None) -> None:
     """Compare ``manifest.seal`` with ``manifest.json``.
 
-    Raises:
-        BadCheckpoint: the hash differs (damaged), or a key is configured and the signature is
-            missing or not made with it (not damaged: the key may be the wrong one).
+    Raises BadCheckpoint: the hash differs (damaged), or a key is configured and the signature is
+    missing or not made with it (not damaged: the key may be the wrong one).
     """
     lines = given.split(b"\n")
     plain = seal(body, None).rstrip(b"\n")
@@ -161,8 +153,7 @@ def check_seal(body: bytes, given: bytes, key: bytes | None) -> None:
 def read_key(path: str | Path) -> bytes:
     """The secret of ``checkpoint.hmac_key_file``: at least 16 bytes, readable by its owner only.
 
-    Raises:
-        ValueError: missing, readable by others, or too short; the text says what to do.
+    Raises ValueError: missing, readable by others, or too short; the text says what to do.
     """
     path = Path(path)
     try:
@@ -205,8 +196,7 @@ def open_inside(folder: Path, name: str) -> int:
 def read_small(folder: Path, name: str, *, limit: int = MAX_MANIFEST_BYTES) -> bytes:
     """Content of a plain file of at most ``limit`` bytes.
 
-    Raises:
-        BadCheckpoint: missing, too large, a link, not a plain file, or unreadable.
+    Raises BadCheckpoint: missing, too large, a link, not a plain file, or unreadable.
     """
     with os.fdopen(open_inside(folder, name), "rb") as file:
         if os.fstat(file.fileno()).st_size > limit:
@@ -217,8 +207,7 @@ def read_small(folder: Path, name: str, *, limit: int = MAX_MANIFEST_BYTES) -> b
 def check_listing(path: Path, files: Mapping[str, FileDigest], *, extra: tuple[str, ...]) -> None:
     """Compare names, kinds and sizes in ``path`` with ``files``; reads no file.
 
-    Raises:
-        BadCheckpoint: something is missing, added, a link, not a plain file or of another size.
+    Raises BadCheckpoint: something is missing, added, a link, not a plain file or of another size.
     """
     listed = set(os.listdir(path))
     wanted = {*files, *extra}
@@ -270,8 +259,7 @@ def hash_file(folder: Path, name: str, *, sync: bool) -> FileDigest:
 def check_file(folder: Path, name: str, digest: FileDigest, *, sampled: bool) -> None:
     """Compare one file with its digest; ``sampled`` reads at most SAMPLED_PAGES of its pages.
 
-    Raises:
-        BadCheckpoint: it differs or cannot be read.
+    Raises BadCheckpoint: it differs or cannot be read.
     """
     try:
         if sampled and _pages(digest.size) > SAMPLED_PAGES:

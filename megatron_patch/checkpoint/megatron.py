@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -51,16 +51,13 @@ from megatron_patch.checkpoint.safe_metadata import read_metadata
 from megatron_patch.checkpoint.store import Attempt, CheckpointStore, Found
 from megatron_patch.checkpoint.train_state import TrainState
 from megatron_patch.parallel.first_rank import on_first_rank
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime import environment
 from megatron_patch.schema.checkpoint import CARRIED
-
-if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 log = logging.getLogger(__name__)
 
-AXES = ("tp", "pp", "cp", "dp", "ep")
 EVERYTHING = frozenset(CARRIED)
 
 
@@ -116,8 +113,7 @@ class Checkpointer:
                 anything of it is loaded; collective, and may refuse it on all ranks alike.
             extra: plain data to save as well; ``loaded_extra`` holds what a checkpoint had.
 
-        Raises:
-            ValueError: the key file cannot be used.
+        Raises ValueError: the key file cannot be used.
         """
         self.run, self.layout = run, layout
         self.parts = Parts(
@@ -160,25 +156,19 @@ class Checkpointer:
 
         An earlier background save is committed first. The state may change as soon as this returns.
 
-        Raises:
-            SaveError: the attempt was abandoned on all ranks; earlier checkpoints are untouched.
+        Raises SaveError: the attempt was abandoned on all ranks; earlier checkpoints are untouched.
         """
         self.finalize(blocking=True)
-        progress = replace(
-            progress, abandoned_saves=progress.abandoned_saves + self.store.failed_saves
-        )
+        failed = progress.abandoned_saves + self.store.failed_saves
+        progress = replace(progress, abandoned_saves=failed)
         attempt = self.store.begin(progress.step)
         background = self.run.checkpoint.async_save
         # Core plans a save with collectives of its own. A rank that fails before them would leave
         # the others waiting in them, so what is local is done, and agreed on, first.
-        sharding = self.run.checkpoint.optimizer_sharding
+        how = self.run.checkpoint.optimizer_sharding
+        add = partial(content.add_optimizer, optimizer_sharding=how, loading=False)
         state = self._attempted(attempt, lambda: self._own_state(progress))
-        self._attempted(
-            attempt,
-            lambda: content.add_optimizer(
-                state, self.parts, optimizer_sharding=sharding, loading=False
-            ),
-        )
+        self._attempted(attempt, lambda: add(state, self.parts))
         plan: writer.Plan = self._attempted(attempt, lambda: writer.plan(state, attempt.path))
         self._attempted(attempt, lambda: plan.stage(copy=background))
         self._pending = pending = _Pending(attempt, plan)
@@ -196,8 +186,7 @@ class Checkpointer:
 
         ``blocking`` waits for the writers.
 
-        Raises:
-            SaveError: a rank could not write; the attempt was abandoned on all ranks.
+        Raises SaveError: a rank could not write; the attempt was abandoned on all ranks.
         """
         pending = self._pending
         if pending is None:
@@ -276,10 +265,8 @@ class Checkpointer:
 
     def _shape(self) -> dict[str, Any]:
         """What must be equal for random streams to be taken over."""
-        sizes = {axis: getattr(self.layout, f"{axis}_size") for axis in AXES}
         return {
-            "world_size": self.layout.world_size,
-            **sizes,
+            **self.layout.sizes("{}"),
             "virtual_stages": len(self.parts.chunks),
             "device": self.run.training.device,
         }
@@ -302,9 +289,8 @@ class Checkpointer:
             if progress is not None:
                 return progress
             if self._run_dir is not None:
-                self._asked(
-                    partial(last_checkpoint.refuse_to_forget, self._run_dir, self.store.root)
-                )
+                here = self._run_dir, self.store.root
+                self._asked(lambda: last_checkpoint.refuse_to_forget(*here))
         if options.resume == "required":
             raise CheckpointError(
                 f"checkpoint.resume is required, and there is no checkpoint in {self.store.root}"
@@ -319,8 +305,7 @@ class Checkpointer:
         One of a later step is given up: committed, it would count for ``keep_last``, and the
         checkpoint to go back to could be deleted for it.
 
-        Raises:
-            CheckpointError: nothing would be left.
+        Raises CheckpointError: nothing would be left.
         """
         pending = self._pending
         with contextlib.suppress(SaveError):  # the run goes on without it
@@ -337,8 +322,7 @@ class Checkpointer:
     def reload(self) -> TrainState:
         """Go back to the run's newest good checkpoint, in the middle of a run. Collective.
 
-        Raises:
-            CheckpointError: none is good.
+        Raises CheckpointError: none is good.
         """
         progress = self._load_newest(self.store, carried=EVERYTHING, own=True)
         if progress is None:
@@ -397,16 +381,14 @@ class Checkpointer:
         sizes = {name: digest.size for name, digest in found.manifest.files.items()}
         same_layout = info.get("layout") == self._shape()
         together = partial(self._together, found)
+        ours: dict[str, Any] = {
+            "distributed_optimizer": self.parts.distributed_optimizer,
+            "precision": self.run.training.precision,
+            "layout": self._shape(),
+        }
         try:
             if "optimizer" in carried:
-                together(
-                    lambda: content.check_options(
-                        info,
-                        distributed_optimizer=self.parts.distributed_optimizer,
-                        precision=self.run.training.precision,
-                        layout=self._shape(),
-                    )
-                )
+                together(lambda: content.check_options(info, **ours))
             index = together(lambda: read_metadata(path, sizes))
             if not own and self._inherit is not None:
                 self._inherit(path, dict(together(lambda: content.read({}, path, index))["run"]))

@@ -17,13 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_patch.checkpoint import earlier, pinned
-from megatron_patch.checkpoint.directory import (
-    ASIDE,
-    LATEST,
-    NEXT,
-    CheckpointDirectory,
-    parse_name,
-)
+from megatron_patch.checkpoint.directory import ASIDE, LATEST, NEXT, CheckpointDirectory, parse_name
 from megatron_patch.checkpoint.errors import CheckpointError
 from megatron_patch.checkpoint.manifest import MANIFEST
 
@@ -35,9 +29,8 @@ def candidates(directory: CheckpointDirectory, *, own: bool = True) -> list[str]
 
     ``own`` is False for the store of another run, where the remedy is another.
 
-    Raises:
-        CheckpointError: ``latest`` names another than the newest, or one that is not there, or
-            holds something that is no name.
+    Raises CheckpointError: ``latest`` names another than the newest, or one that is not there, or
+    holds something that is no name.
     """
     names = directory.complete_names()
     if not names:
@@ -68,9 +61,8 @@ def refuse_edited(directory: CheckpointDirectory, *, own: bool = True) -> None:
     What a crash leaves of it is the beginning of the name that it held. A move that was announced
     is finished: ``latest`` is about to be replaced.
 
-    Raises:
-        CheckpointError: it holds another text than that, or is a link or a directory; or, in the
-            store of an earlier version, names a checkpoint of which nothing is known.
+    Raises CheckpointError: it holds another text than that, or is a link or a directory; or, in the
+    store of an earlier version, names a checkpoint of which nothing is known.
     """
     names, latest = directory.complete_names(), directory.read_pointer()
     if not names or directory.read_pointer(NEXT).name in names:
@@ -140,8 +132,7 @@ def take_over(directory: CheckpointDirectory) -> None:
 def go_back(directory: CheckpointDirectory, name: str) -> dict[str, Path]:
     """Make a complete checkpoint the newest; the others, and where each one went.
 
-    Raises:
-        OSError: it could not be done, or in part; the next start does the rest.
+    Raises OSError: it could not be done, or in part; the next start does the rest.
     """
     pinned.adopt(directory)
     left = [] if directory.current else earlier.left_behind(directory, name)[1]
@@ -156,8 +147,7 @@ def go_back(directory: CheckpointDirectory, name: str) -> dict[str, Path]:
 def of_step(path: Path, step: int) -> Path:
     """The last checkpoint of a step in a run directory or store, or itself where it is of it.
 
-    Raises:
-        CheckpointError: there is none; naming the steps there are.
+    Raises CheckpointError: there is none; naming the steps there are.
     """
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     names = [path.name]

@@ -40,8 +40,7 @@ def parts(optimizer: Any) -> list[Any]:
 def read_step(optimizer: Any) -> int:
     """Updates done, wherever the kernel counts them; 0 before the first.
 
-    Raises:
-        ValueError: parameters disagree, which no Megatron optimizer supports.
+    Raises ValueError: parameters disagree, which no Megatron optimizer supports.
     """
     steps = set()
     for part in parts(optimizer):
@@ -171,8 +170,7 @@ def _use_own_groups(part: Any, loaded: dict[str, Any], step: int) -> None:
 def _check_main(part: Any, model_param: Any, main: torch.Tensor) -> None:
     """Whether loaded main weights, rounded, are the weights that were loaded into the model.
 
-    Raises:
-        CheckpointError: they are other elements'; training on would replace the model by noise.
+    Raises CheckpointError: they are other elements'; training on would replace the model by noise.
     """
     span = part._get_model_param_range_map(model_param)["param"]
     weights = model_param.detach().view(-1)[span.start : span.end]

@@ -38,8 +38,7 @@ class PinnedFileError(ValueError):
 def read(root: Path) -> dict[str, str]:
     """Why each pinned checkpoint is pinned, by name; they need not be there any more.
 
-    Raises:
-        PinnedFileError: it, or the ``kept.json`` of an earlier version, cannot be read.
+    Raises PinnedFileError: it, or the ``kept.json`` of an earlier version, cannot be read.
     """
     file = earlier.KEPT
     try:
@@ -92,8 +91,7 @@ def missing_warning(root: Path, names: Sequence[str]) -> str:
 def write(root: Path, pins: Mapping[str, str]) -> None:
     """Replace the file.
 
-    Raises:
-        OSError: it could not be written; the old one is whole.
+    Raises OSError: it could not be written; the old one is whole.
     """
     text = "".join(f"{name} {reason}".strip() + "\n" for name, reason in pins.items())
     write_whole(root / FILE, text, draft=root / f"{FILE}{TMP}-file")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-PIPELINE_SEED_STRIDE = 100
+from megatron_patch.parallel.setup import seed_streams
 
 
 def capture() -> dict[str, Any]:
@@ -61,16 +61,9 @@ def _like(current: Any, saved: torch.Tensor) -> Any:
 def reseed(seed: int, step: int, pp_rank: int) -> int:
     """Seed every stream from ``seed`` and ``step`` alone, for a layout that has no saved streams.
 
-    Returns:
-        The seed of pipeline stage 0; stages differ by PIPELINE_SEED_STRIDE, as at a fresh start.
+    Returns the seed of pipeline stage 0.
     """
-    from megatron.core import tensor_parallel
-
     digest = hashlib.sha256(f"{seed} resumed at step {step}".encode()).digest()
     base = int.from_bytes(digest[:4], "big") >> 1
-    mine = base + PIPELINE_SEED_STRIDE * pp_rank
-    random.seed(mine)
-    np.random.seed(mine % 2**32)
-    torch.manual_seed(mine)
-    tensor_parallel.model_parallel_cuda_manual_seed(mine)
+    seed_streams(base, pp_rank)
     return base

@@ -77,8 +77,7 @@ def _method(part: Any) -> Callable[..., dict[int, dict[str, Any]]]:
     def state(
         model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict[int, dict[str, Any]]:
-        described = _described(model_sharded_state_dict)
-        return _load_request(part, described) if is_loading else _save_request(part, described)
+        return _request(part, _described(model_sharded_state_dict), loading=is_loading)
 
     return state
 
@@ -115,49 +114,33 @@ def _entry(like: Any, key: str, data: torch.Tensor, *, replica: int) -> Any:
     return entry
 
 
-def _save_request(part: Any, described: dict[Any, Any]) -> dict[int, dict[str, Any]]:
-    """For a save: the parameters this rank writes, whole. Collective in the data-parallel group."""
-    rank = part.data_parallel_group.rank()
-    slices = _Slices(part)
-    state: dict[int, dict[str, Any]] = {}
-    for place in places(part):
-        mine = any(share[0] == rank for share in place.shares)
-        if not mine:
-            continue
-        like = described[place.parameter]
-        tensors = part._get_main_param_and_optimizer_states(place.parameter)
-        if place.owner != rank:
-            for key in _keys(part):
-                slices.send(tensors[key], place.owner)
-            continue
-        state[place.index] = {
-            key: _entry(
-                like, key, slices.collect(tensors[key], place).view(like.data.shape), replica=0
-            )
-            for key in _keys(part)
-        }
-    slices.wait()
-    return state
+def _request(part: Any, described: dict[Any, Any], *, loading: bool) -> dict[int, dict[str, Any]]:
+    """For a save the parameters this rank writes, whole: collective in the data-parallel group.
 
-
-def _load_request(part: Any, described: dict[Any, Any]) -> dict[int, dict[str, Any]]:
-    """For a load: room for the parameters of which this rank holds a part."""
-    rank = part.data_parallel_group.rank()
+    For a load (``loading``) room for the parameters of which this rank holds a part; local.
+    """
+    rank, slices = part.data_parallel_group.rank(), _Slices(part)
     state: dict[int, dict[str, Any]] = {}
     for place in places(part):
         holders = [share[0] for share in place.shares]
         if rank not in holders:
             continue
-        like = described[place.parameter]
-        state[place.index] = {
-            key: _entry(
-                like,
-                key,
-                torch.empty(like.data.shape, dtype=torch.float32),
-                replica=holders.index(rank),
-            )
-            for key in _keys(part)
-        }
+        like, found, replica = described[place.parameter], {}, 0
+        if loading:
+            replica = holders.index(rank)
+            found = {key: torch.empty(like.data.shape, dtype=torch.float32) for key in _keys(part)}
+        else:
+            tensors = part._get_main_param_and_optimizer_states(place.parameter)
+            for key in _keys(part):
+                if place.owner == rank:
+                    found[key] = slices.collect(tensors[key], place).view(like.data.shape)
+                else:
+                    slices.send(tensors[key], place.owner)
+        if found:
+            state[place.index] = {
+                key: _entry(like, key, data, replica=replica) for key, data in found.items()
+            }
+    slices.wait()
     return state
 
 

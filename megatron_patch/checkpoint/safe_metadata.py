@@ -46,28 +46,16 @@ def _layout(name: str) -> torch.layout:
 
 def _allowed() -> dict[tuple[str, str], Any]:
     """Everything an index of shards is made of."""
-    table: dict[tuple[str, str], Any] = {
-        (cls.__module__, cls.__qualname__): cls
-        for cls in (
-            metadata.Metadata,
-            metadata.TensorStorageMetadata,
-            metadata.BytesStorageMetadata,
-            metadata.ChunkStorageMetadata,
-            metadata.TensorProperties,
-            metadata.MetadataIndex,
-            metadata.StorageMeta,
-            metadata._MEM_FORMAT_ENCODING,
-            filesystem._StorageInfo,
-            filesystem._StoragePrefix,
-            # Megatron-Core adds every rank's save plan to the index.
-            planner.SavePlan,
-            planner.WriteItem,
-            planner.WriteItemType,
-            planner.TensorWriteData,
-            torch.Size,
-            OrderedDict,
-        )
-    }
+    m, p = metadata, planner
+    classes = (
+        m.Metadata, m.TensorStorageMetadata, m.BytesStorageMetadata, m.ChunkStorageMetadata,
+        m.TensorProperties, m.MetadataIndex, m.StorageMeta, m._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo, filesystem._StoragePrefix,
+        # Megatron-Core adds every rank's save plan to the index.
+        p.SavePlan, p.WriteItem, p.WriteItemType, p.TensorWriteData, torch.Size, OrderedDict,
+    )  # fmt: skip
+    table: dict[tuple[str, str], Any]
+    table = {(cls.__module__, cls.__qualname__): cls for cls in classes}
     table |= {("torch", name): getattr(torch, name) for name in DTYPES}
     table["torch.serialization", "_get_layout"] = _layout
     # A path object names the directory the checkpoint was written to.
@@ -78,10 +66,17 @@ def _allowed() -> dict[tuple[str, str], Any]:
 ALLOWED = _allowed()
 
 
-class _IndexUnpickler(pickle.Unpickler):
+class Restricted(pickle.Unpickler):
+    """Resolves the names of a table and no others."""
+
+    def __init__(self, data: bytes, names: Mapping[tuple[str, str], Any]) -> None:
+        # From memory: a declared length beyond the end is then an error, not an allocation.
+        super().__init__(io.BytesIO(data))
+        self._names = names
+
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return ALLOWED[module, name]
+            return self._names[module, name]
         except KeyError:
             raise pickle.UnpicklingError(f"it names {module}.{name}"[:200]) from None
 
@@ -96,8 +91,7 @@ def read_metadata(folder: str | Path, sizes: Mapping[str, int] | None = None) ->
         folder: checkpoint directory.
         sizes: bytes of every file of the checkpoint; default: what lies in ``folder``.
 
-    Raises:
-        BadCheckpoint: it names anything outside the table, or is not a well-formed index.
+    Raises BadCheckpoint: it names anything outside the table, or is not a well-formed index.
     """
     folder = Path(folder)
     if sizes is None:
@@ -105,13 +99,10 @@ def read_metadata(folder: str | Path, sizes: Mapping[str, int] | None = None) ->
     path = folder / METADATA
     if path.stat().st_size > MAX_METADATA_BYTES:
         raise BadCheckpoint("metadata", f"{METADATA} is larger than {MAX_METADATA_BYTES} bytes")
-    # From memory: a declared length beyond the end is then an error, not an allocation.
     data = path.read_bytes()
     before = {cls: dict(vars(cls)) for cls in ALLOWED.values() if isinstance(cls, type)}
     try:
-        found = _IndexUnpickler(io.BytesIO(data)).load()
-    except BadCheckpoint:
-        raise
+        found = Restricted(data, ALLOWED).load()
     except Exception as error:
         raise BadCheckpoint("hostile", f"{METADATA} was refused: {error}") from None
     finally:
@@ -161,16 +152,10 @@ def _check_tensor(key: str, entry: TensorStorageMetadata) -> None:
     known = sized and type(entry.properties) is metadata.TensorProperties
     _require(known, f"has a malformed tensor {key[:80]!r}")
     for chunk in entry.chunks:
-        inside = (
-            type(chunk) is metadata.ChunkStorageMetadata
-            and len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
-            and all(
-                offset >= 0 and length >= 0 and offset + length <= whole
-                for offset, length, whole in zip(
-                    chunk.offsets, chunk.sizes, entry.size, strict=True
-                )
-            )
-        )
+        inside = type(chunk) is metadata.ChunkStorageMetadata
+        inside = inside and len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
+        spans = zip(chunk.offsets, chunk.sizes, entry.size, strict=True) if inside else ()
+        inside = inside and all(at >= 0 and n >= 0 and at + n <= whole for at, n, whole in spans)
         _require(inside, f"has a part of {key[:80]!r} outside it")
 
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from megatron_patch.checkpoint.errors import BadCheckpoint, passing_cause
-from megatron_patch.checkpoint.safe_metadata import DTYPES, read_metadata
+from megatron_patch.checkpoint.safe_metadata import DTYPES, Restricted, read_metadata
 from megatron_patch.core_patches.replace import patched
 
 MAX_PICKLE_BYTES = 1 << 28  # of the structure around tensors; tensors lie in records of their own
@@ -80,16 +80,10 @@ GLOBALS: dict[tuple[str, str], Any] = {
 }
 
 
-class _Inspector(pickle.Unpickler):
+class _Inspector(Restricted):
     def __init__(self, data: bytes, records: Mapping[str, int]) -> None:
-        super().__init__(io.BytesIO(data))
+        super().__init__(data, GLOBALS)
         self._records = records
-
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return GLOBALS[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}"[:200]) from None
 
     def persistent_load(self, pid: Any) -> _Record:
         match pid:
@@ -107,8 +101,7 @@ def inspect_archive(stream: Any, length: int) -> None:
     the names in ``GLOBALS`` and nothing else; tensors that stay inside storages that stay inside
     their records.
 
-    Raises:
-        BadCheckpoint: anything else.
+    Raises BadCheckpoint: anything else.
     """
     try:
         stream.seek(0)
@@ -148,8 +141,7 @@ def inspect_archive(stream: Any, length: int) -> None:
 def load_object(value: io.BytesIO, name: str) -> Any:
     """A non-tensor object of a shard: plain Python data and tensors, nothing that has code.
 
-    Raises:
-        BadCheckpoint: it is anything else.
+    Raises BadCheckpoint: it is anything else.
     """
     try:
         inspect_archive(value, len(value.getbuffer()))

@@ -140,9 +140,8 @@ class CheckpointStore:
         What earlier processes left unfinished is discarded first: its log goes to ``aside/``. So
         do checkpoints of later steps, which this training did not continue.
 
-        Raises:
-            SaveError: the directory cannot be made; a CheckpointError: the store belongs to another
-                training, all of whose checkpoints are of later steps.
+        Raises SaveError: the directory cannot be made; a CheckpointError: the store belongs to
+        another training, all of whose checkpoints are of later steps.
         """
 
         def make() -> int:
@@ -179,8 +178,7 @@ class CheckpointStore:
     def agree(self, attempt: Attempt, error: BaseException | None) -> None:
         """Abandon the attempt on all ranks when one of them reports an error. Collective.
 
-        Raises:
-            SaveError: naming the ranks and their errors.
+        Raises SaveError: naming the ranks and their errors.
         """
         errors = self.ranks.all_gather(None if error is None else describe(error))
         if any(errors):
@@ -191,8 +189,7 @@ class CheckpointStore:
     def abandon(self, attempt: Attempt, kind: str, reason: str) -> None:
         """Discard the attempt and raise on every rank. Collective, with the same arguments.
 
-        Raises:
-            SaveError: always.
+        Raises SaveError: always.
         """
         where = None
         if self.ranks.rank == 0:
@@ -215,8 +212,7 @@ class CheckpointStore:
             mine: digests of the files this rank wrote, from ``hash_files``.
             info: JSON-able facts for the manifest; rank 0's are taken.
 
-        Raises:
-            SaveError: files are missing or unclaimed, or the directory cannot be completed.
+        Raises SaveError: files are missing or unclaimed, or the directory cannot be completed.
         """
         claimed = self.ranks.all_gather(dict(mine))
         error = None
@@ -310,12 +306,10 @@ class CheckpointStore:
         Why newer ones were refused is logged, and they are moved aside, but not in the store of
         another run (``own``: False). Where none is good all stay, and the next attempt ends alike.
 
-        Args:
-            accept: called on all ranks with a verified checkpoint; may refuse it by BadCheckpoint.
+        ``accept``: called on all ranks with a verified checkpoint; may refuse it by BadCheckpoint.
 
-        Raises:
-            CheckpointError: there are checkpoints and none of these is good, or ``latest`` was
-                edited; an UnavailableError where all of them only could not be read this time.
+        Raises CheckpointError: there are checkpoints and none of these is good, or ``latest`` was
+        edited; an UnavailableError where all of them only could not be read this time.
         """
 
         def look() -> list[str]:
@@ -361,8 +355,7 @@ class CheckpointStore:
     def check(self, path: str | Path) -> Found:
         """Verify one checkpoint directory. Collective: ranks hash different files.
 
-        Raises:
-            BadCheckpoint: on every rank, with the same reason.
+        Raises BadCheckpoint: on every rank, with the same reason.
         """
         path = Path(path)
         result = self.ranks.broadcast(self.examine(path) if self.ranks.rank == 0 else None)
@@ -384,8 +377,7 @@ class CheckpointStore:
 
         Why one was refused is logged.
 
-        Raises:
-            CheckpointError: the directory cannot be listed.
+        Raises CheckpointError: the directory cannot be listed.
         """
         names = self._on_first_rank(
             self.directory.complete_names, f"cannot list {self.root}", error=CheckpointError
@@ -404,8 +396,7 @@ class CheckpointStore:
 
         Collective. Nothing is moved when nothing would be left.
 
-        Raises:
-            CheckpointError: there is no checkpoint of at most ``step``, or it cannot be done.
+        Raises CheckpointError: there is no checkpoint of at most ``step``, or it cannot be done.
         """
 
         def work() -> None:

@@ -38,8 +38,7 @@ class TrainState:
     def from_dict(cls, values: Any) -> TrainState:
         """Inverse of `as_dict`. Counters that a checkpoint is too old to have keep their default.
 
-        Raises:
-            ValueError: not these counters.
+        Raises ValueError: not these counters.
         """
         names = {field.name for field in fields(cls)}
         needed = names - LATER

@@ -41,8 +41,7 @@ class Plan:
 
         With ``copy`` training may go on and change the originals while `write` runs.
 
-        Raises:
-            BadCheckpoint: an object could not be loaded again, because it is more than data.
+        Raises BadCheckpoint: an object could not be loaded again, because it is more than data.
         """
         staged = []
         for path, name, (objects, tensors) in self._buckets:
@@ -58,8 +57,7 @@ class Plan:
     def write(self) -> None:
         """Write and fsync this rank's files.
 
-        Raises:
-            OSError: and whatever else writing raises.
+        Raises OSError: and whatever else writing raises.
         """
         for index, bucket in enumerate(self._buckets):
             answer = self._writer.write_preloaded_data(
@@ -107,8 +105,7 @@ def plan(state: dict[str, Any], folder: Path) -> Plan:
 
     # Core would start a manager process for a queue that is not used here.
     filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # core and torch about their own future
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # about their own future
         dist_checkpointing.save(
             state, str(folder), Planner(), async_sharded_save=True, async_strategy="mcore"
         )

@@ -1,10 +1,4 @@
-"""The ``megatron-patch`` command line: which command, which exit code.
-
-Exit codes: 0 done (or stopped gracefully), 2 configuration or data error, 3 non-finite loss or
-gradient, 4 no good checkpoint where one is required, 5 stopped by the stability guard, 6 a hang,
-7 loss spikes and no rewind left, 8 the same step crashed every attempt, 130 interrupted, 1 anything
-else.
-"""
+"""The ``megatron-patch`` command line: which command, which exit code (130 interrupted)."""
 
 from __future__ import annotations
 

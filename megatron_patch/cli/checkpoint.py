@@ -276,8 +276,7 @@ def _converting(args: argparse.Namespace) -> Iterator[bytes | None]:
     key = _key(args)
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield key
     finally:
         logging.disable(logging.NOTSET)

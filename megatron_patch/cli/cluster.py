@@ -123,8 +123,7 @@ def run_preflight(args: argparse.Namespace) -> int:
 def token_budget(text: str) -> float:
     """``300B`` -> 3e11.
 
-    Raises:
-        ConfigError: not a positive number with an optional K, M, B or T.
+    Raises ConfigError: not a positive number with an optional K, M, B or T.
     """
     from megatron_patch.schema.problem import ConfigError, Problem
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_patch.schema import paths
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import Loaded
+from megatron_patch.schema.run import Loaded
 
 # What argparse calls the object that add_parser() is a method of.
 Subparsers = argparse._SubParsersAction
@@ -52,8 +50,7 @@ def as_path(text: str) -> str:
 
     What exists under the name as written is meant: the shell has expanded it, or found it.
 
-    Raises:
-        argparse.ArgumentTypeError: it cannot be expanded.
+    Raises argparse.ArgumentTypeError: it cannot be expanded.
     """
     if not text.startswith("~") and os.path.lexists(text):
         return text

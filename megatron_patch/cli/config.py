@@ -7,14 +7,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_patch.cli.common import Subparsers, add_overrides, as_path, load, report_error
 from megatron_patch.schema import paths
 from megatron_patch.schema.problem import printable
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 DESCRIPTION = """\
 Look at a configuration without starting anything. Nothing here needs a GPU or imports torch.

@@ -56,7 +56,9 @@ nothing after its colon is refused: write a value or `null`.
 
 def render_reference(root: type = RunConfig) -> str:
     parts = [HEAD, "## Top level\n\n" + _table(root)]
-    parts += [_section(path, section, 2) for path, section in _sections(root)]
+    for path, section in _sections(root):
+        level = "#" * (2 + path.count("."))
+        parts.append(f"{level} {path}\n\n{inspect.getdoc(section)}\n\n{_table(section)}")
     return "\n".join(parts)
 
 
@@ -68,11 +70,6 @@ def _sections(root: type) -> Iterator[tuple[str, type]]:
         if section is not None and section not in seen:
             seen.add(section)
             yield path, section
-
-
-def _section(path: str, section: type, level: int) -> str:
-    level += path.count(".")
-    return f"{'#' * level} {path}\n\n{inspect.getdoc(section)}\n\n{_table(section)}"
 
 
 def _table(section: type) -> str:

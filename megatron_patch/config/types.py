@@ -2,21 +2,8 @@
 
 A section is a frozen dataclass; a field's type says how a value is read, its default what happens
 without one, and the docstring under it what it means. The loader, the help and the documentation
-know nothing else. The type decides, never the look of the text. What each type accepts:
-
-========  ==================================================================================
-bool      ``true`` or ``false``, nothing else
-int       decimal digits, thousands separated by ``_`` at will: ``1000``, ``-3``, ``1_000``
-float     a decimal number with or without exponent, finite: ``1e-4``, ``.5``, ``3``
-text      exactly what was written, quoted or not (``no``, ``010`` and ``1e-4`` are text here)
-choice    one of the names, exactly
-path      a text in which ``~`` and ``$VAR`` are expanded (`schema.paths`)
-null      ``null`` or ``~``, where the field is optional
-========  ==================================================================================
-
-Refused with a remedy: leading zeros (``010`` is 8 in YAML 1.1 and 10 elsewhere), ``0x10``,
-``1:30``, ``1e3`` for an int, numbers in quotes, numbers that overflow or vanish, nan and inf, and a
-key with nothing after its colon.
+know nothing else. The type decides, never the look of the text: `docs.HEAD` has the table of what
+each accepts and what is refused with a remedy. Optional fields take ``null`` or ``~``.
 """
 
 from __future__ import annotations

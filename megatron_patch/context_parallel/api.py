@@ -35,15 +35,11 @@ from megatron_patch.context_parallel.checks import (
     check_packed,
     check_shapes,
 )
-from megatron_patch.context_parallel.communicator import (
-    Communicator,
-    GroupCommunicator,
-    bytes_sent,
-)
+from megatron_patch.context_parallel.communicator import Communicator, GroupCommunicator, bytes_sent
 from megatron_patch.context_parallel.engine import Attention, Saved
 from megatron_patch.context_parallel.heads import HeadExchange, HeadSplit
 from megatron_patch.context_parallel.movement import Alone, Gathered, Movement, Ring
-from megatron_patch.context_parallel.schedule import Bounds, schedule
+from megatron_patch.context_parallel.schedule import Bounds, Schedule
 from megatron_patch.context_parallel.tokens import Dense, Packed, Tokens
 from stable_attention.problem import AttentionArgumentError, Options
 
@@ -59,17 +55,10 @@ HEAD_GROUPS = 4
 
 Pack = tuple[torch.Tensor | None, torch.Tensor | None, int | None, Sequence[int] | None]
 """cu_seqlens, cu_seqlens_padded, max_seqlen, document_lengths: `context_parallel_attention`."""
+NOT_PACKED: Pack = (None, None, None, None)
 
-__all__ = [
-    "BACKENDS",
-    "MODES",
-    "ContextParallel",
-    "ContextParallelError",
-    "attend",
-    "bytes_sent",
-    "check",
-    "context_parallel_attention",
-]
+__all__ = ["BACKENDS", "MODES", "ContextParallel", "ContextParallelError", "attend", "bytes_sent",
+           "check", "context_parallel_attention"]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,30 +166,16 @@ def context_parallel_attention(
     except AttentionArgumentError as error:
         raise ContextParallelError(str(error)) from None
     ranks = ContextParallel(
-        group=group,
-        mode=mode,
-        hierarchical=hierarchical,
-        gradient_wire=gradient_wire,
-        head_groups=head_groups,
-        transfers=transfers,
-    )
+        group=group, mode=mode, hierarchical=hierarchical, gradient_wire=gradient_wire,
+        head_groups=head_groups, transfers=transfers,
+    )  # fmt: skip
     if backend not in tuple(BACKENDS):
         raise _not_allowed("backend", backend, BACKENDS)
     return attend(
-        q,
-        k,
-        v,
-        parsed,
-        ranks=ranks,
-        primitives=BACKENDS[backend],
-        sinks=sinks,
-        dropout_seed=dropout_seed,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_padded=cu_seqlens_padded,
-        max_seqlen=max_seqlen,
-        document_lengths=document_lengths,
-        return_max_logits=return_max_logits,
-    )
+        q, k, v, parsed, ranks=ranks, primitives=BACKENDS[backend], sinks=sinks,
+        packed=(cu_seqlens, cu_seqlens_padded, max_seqlen, document_lengths),
+        dropout_seed=dropout_seed, return_max_logits=return_max_logits,
+    )  # fmt: skip
 
 
 @_eagerly
@@ -212,12 +187,9 @@ def attend(
     *,
     ranks: ContextParallel,
     primitives: str,
+    packed: Pack = NOT_PACKED,
     sinks: torch.Tensor | None = None,
     dropout_seed: int | torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    cu_seqlens_padded: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    document_lengths: Sequence[int] | None = None,
     return_max_logits: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`context_parallel_attention` with parsed options, by the chunk primitives of a module."""
@@ -236,20 +208,10 @@ def attend(
         if isinstance(each, GroupCommunicator):
             each.connect(q.device)
     attention = build(
-        q,
-        k,
-        v,
-        options,
-        want_max_logits=return_max_logits,
-        sinks=sinks,
-        everyone=comm,
-        levels=levels,
-        mode=ranks.mode,
-        primitives=primitives,
-        packed=(cu_seqlens, cu_seqlens_padded, max_seqlen, document_lengths),
-        wire=WIRES[ranks.gradient_wire],
-        head_groups=ranks.head_groups,
-    )
+        q, k, v, options, want_max_logits=return_max_logits, sinks=sinks, everyone=comm,
+        levels=levels, mode=ranks.mode, primitives=primitives, packed=packed,
+        wire=WIRES[ranks.gradient_wire], head_groups=ranks.head_groups,
+    )  # fmt: skip
     if isinstance(dropout_seed, int):
         dropout_seed = torch.full((), dropout_seed, dtype=torch.int64, device=q.device)
     out, top = _Function.apply(q, k, v, sinks, dropout_seed, attention)
@@ -268,7 +230,7 @@ def build(
     mode: str,
     primitives: str,
     want_max_logits: bool = False,
-    packed: Pack = (None, None, None, None),
+    packed: Pack = NOT_PACKED,
     wire: torch.dtype | None = None,
     head_groups: int | None = None,
 ) -> Attention:
@@ -276,24 +238,13 @@ def build(
     check_shapes(q, k, v, sinks)
     heads, kv_heads = q.shape[-2], k.shape[-2]
     across, along = levels
-    check(
-        mode=mode,
-        size=everyone.size,
-        heads=heads,
-        kv_heads=kv_heads,
-        hierarchical_sizes=(across.size, along.size),
-    )
+    sizes = across.size, along.size
+    check(mode=mode, size=everyone.size, heads=heads, kv_heads=kv_heads, hierarchical_sizes=sizes)
     tokens = _tokens(q.shape[0], options.layout, everyone.size, packed)
     larger = tokens.larger(across.size)
     short, long = larger.chunk_lengths()
-    plan = schedule(
-        along.size,
-        along.rank,
-        Bounds(options.window_left, options.window_right),
-        short=short,
-        long=long,
-        by_position=options.dropout_p > 0,
-    )
+    bounds, drops = Bounds(options.window_left, options.window_right), options.dropout_p > 0
+    plan = Schedule(along.size, along.rank, bounds, short=short, long=long, by_position=drops)
     movement: Movement
     if along.size == 1:
         movement = Alone(larger, plan)
@@ -377,14 +328,8 @@ def _tokens(length: int, layout: str, size: int, packed: Pack) -> Tokens:
     if lengths is not None:
         used = [x for x in lengths if x > 0] or [2 * size]
         known = (min(used), max(used))
-    return Packed(
-        cu=cu,
-        cu_padded=cu if cu_padded is None else cu_padded,
-        tokens=length,
-        size=size,
-        longest=longest,
-        padded=known,
-    )
+    whole = cu if cu_padded is None else cu_padded
+    return Packed(cu=cu, cu_padded=whole, tokens=length, size=size, longest=longest, padded=known)
 
 
 class _Function(torch.autograd.Function):
@@ -401,7 +346,8 @@ class _Function(torch.autograd.Function):
         attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(q.device.type, enabled=False):
-            logits = None if sinks is None else _like_softmax(sinks, q)
+            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            logits = None if sinks is None else sinks.to(wide)
             out, top, saved = attention.forward(q, k, v, logits, seed)
         ctx.save_for_backward(*saved)
         ctx.attention = attention
@@ -417,7 +363,3 @@ class _Function(torch.autograd.Function):
         if dsinks is not None:
             dsinks = dsinks.to(ctx.sinks_dtype)
         return dq, dk, dv, dsinks, None, None
-
-
-def _like_softmax(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)

@@ -68,10 +68,7 @@ _STATES: weakref.WeakKeyDictionary[Any, _State] = weakref.WeakKeyDictionary()
 
 
 def _state(group: Any) -> _State:
-    known = _STATES.get(group)
-    if known is None:
-        known = _STATES[group] = _State()
-    return known
+    return _STATES.setdefault(group, _State())
 
 
 def bytes_sent(group: dist.ProcessGroup) -> int:
@@ -79,32 +76,23 @@ def bytes_sent(group: dist.ProcessGroup) -> int:
     return _state(group).sent
 
 
+@dataclass(slots=True)
 class _Works:
     """Transfers under way, and what keeps their memory."""
 
-    def __init__(
-        self,
-        works: Sequence[tuple[Any, list[int]]],
-        buffers: Sequence[torch.Tensor],
-        blame: Callable[[RuntimeError, list[int]], RuntimeError],
-        failures: type[RuntimeError],
-    ) -> None:
-        self._works, self._buffers = works, buffers
-        self._blame, self._failures = blame, failures
+    works: Sequence[tuple[Any, list[int]]]
+    buffers: Sequence[torch.Tensor]
+    blame: Callable[[RuntimeError, list[int]], RuntimeError]
+    failures: type[RuntimeError]
 
     def wait(self) -> None:
-        for work, peers in self._works:
+        for work, peers in self.works:
             try:
                 work.wait()  # NCCL: the compute stream's wait; the host's only if told to block
-            except self._failures as error:
-                raise self._blame(error, peers) from error
+            except self.failures as error:
+                raise self.blame(error, peers) from error
         # From here on the compute stream is ordered after the transfer: memory may be reused.
-        self._works = self._buffers = ()
-
-
-class _Nothing:
-    def wait(self) -> None:
-        return
+        self.works = self.buffers = ()
 
 
 class GroupCommunicator:
@@ -119,6 +107,7 @@ class GroupCommunicator:
     def __init__(self, group: dist.ProcessGroup, *, transfers: bool = True) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._others = [r for r in range(self.size) if r != self.rank]
         self._transfers = transfers
         self._state = _state(group)
 
@@ -151,11 +140,10 @@ class GroupCommunicator:
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, what: str) -> Ticket:
         # Renamed in torch 2.13; gloo wants one flat output.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        others = [r for r in range(self.size) if r != self.rank]
 
         def start() -> list[tuple[Any, list[int]]]:
             work = gather(out.view(-1), x.view(-1), group=self.group, async_op=True)
-            return [(work, others)]
+            return [(work, self._others)]
 
         self._state.traffic.record(what)
         self._state.sent += (self.size - 1) * x.nbytes if self._transfers else 0
@@ -166,34 +154,28 @@ class GroupCommunicator:
         self._reduce(x, dist.ReduceOp.MAX, "largest logits").wait()
 
     def _reduce(self, x: torch.Tensor, op: Any, what: str) -> Ticket:
-        others = [r for r in range(self.size) if r != self.rank]
-
         def start() -> list[tuple[Any, list[int]]]:
-            return [(dist.all_reduce(x, op=op, group=self.group, async_op=True), others)]
+            return [(dist.all_reduce(x, op=op, group=self.group, async_op=True), self._others)]
 
         return self._launch(start, [x], what)
 
     def _launch(
         self, start: Callable[[], list[tuple[Any, list[int]]]], buffers: list[Any], what: str
     ) -> Ticket:
-        if not self._transfers:
-            return _Nothing()
-
         def blame(error: RuntimeError, peers: list[int]) -> RuntimeError:
             return explain(error, group=self.group, peers=peers, what=what)
 
         # gloo raises plain RuntimeErrors; those of CUDA (out of memory, say) blame nobody.
         failures = dist.DistError if buffers[0].device.type == "cuda" else RuntimeError
         try:
-            return _Works(start(), buffers, blame, failures)
+            return _Works(start() if self._transfers else (), buffers, blame, failures)
         except failures as error:
-            raise blame(error, [r for r in range(self.size) if r != self.rank]) from error
+            raise blame(error, self._others) from error
 
     def connect(self, device: torch.device) -> None:
         """Let every rank connect once: a later batch may involve only some of them.
 
-        Raises:
-            RuntimeError: inside the capture of a CUDA graph, which must not be the first call.
+        Raises RuntimeError: inside the capture of a CUDA graph, which must not be the first call.
         """
         if device.type != "cuda" or not self._transfers or self._state.ready:
             return

@@ -202,12 +202,9 @@ class Attention:
         return slice(first, first + count)
 
     def _query_heads(self, q: torch.Tensor, block: Block) -> slice:
-        group = q.shape[-2] // self._kv_heads(q)
-        return slice(block.heads.start * group, block.heads.stop * group)
-
-    def _kv_heads(self, q: torch.Tensor) -> int:
         split = self.exchange.split
-        return split.kv_heads * split.replicas // self.exchange.comm.size
+        group = q.shape[-2] // (split.kv_heads * split.replicas // self.exchange.comm.size)
+        return slice(block.heads.start * group, block.heads.stop * group)
 
     def _options(self, mask: Mask, at: slice, seed: torch.Tensor | None) -> dict[str, Any]:
         options = self.options

@@ -31,11 +31,16 @@ def explain(error: RuntimeError, *, group: Any, peers: list[int], what: str) -> 
     ranks = dist.get_process_group_ranks(group)
     text = str(error).strip()
     hung_up = any(sign in text.lower() for sign in _GONE)
+    lost, why = [ranks[p] for p in peers], "closed the connection" if hung_up else "did not answer"
     with contextlib.suppress(Exception):  # the store may have died with its host
         lost, why = _inquire(group, ranks, peers, hung_up=hung_up)
-        return _lost(group, ranks, lost, why, what, text)
-    why = "closed the connection" if hung_up else "did not answer"
-    return _lost(group, ranks, [ranks[p] for p in peers], why, what, text)
+    names = " or ".join(f"{r} (context-parallel rank {ranks.index(r)})" for r in lost)
+    host = os.environ.get("HOSTNAME", "")
+    me = f"rank {dist.get_rank()}" + (f" on {host}" if host else "")
+    return RankLostError(
+        f"context parallelism: lost rank {names}: it {why} while {me} of the group {ranks} was "
+        f"waiting for {what}. Look at that rank's log first. Underlying error: {text}"
+    )
 
 
 def _inquire(
@@ -73,15 +78,3 @@ def _inquire(
     if silent:
         return silent, f"gave no sign of life, also not in the {GRACE_SECONDS:g} s after"
     return [ranks[p] for p in peers], "answered too late; every rank is alive"
-
-
-def _lost(
-    group: Any, ranks: list[int], lost: list[int], why: str, what: str, text: str
-) -> RankLostError:
-    names = " or ".join(f"{r} (context-parallel rank {ranks.index(r)})" for r in lost)
-    host = os.environ.get("HOSTNAME", "")
-    me = f"rank {dist.get_rank()}" + (f" on {host}" if host else "")
-    return RankLostError(
-        f"context parallelism: lost rank {names}: it {why} while {me} of the group {ranks} was "
-        f"waiting for {what}. Look at that rank's log first. Underlying error: {text}"
-    )

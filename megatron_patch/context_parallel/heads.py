@@ -28,16 +28,11 @@ class HeadSplit:
     kv_heads: int
 
     @property
-    def local(self) -> int:
-        """Query heads a rank."""
-        return self.heads // self.ranks
-
-    @property
     def replicas(self) -> int:
         """Copies of each key/value head among all ranks (1: none is replicated)."""
         group = self.heads // self.kv_heads
         # Largest number of query heads that share a key head on every rank alike.
-        return group // math.gcd(group, self.local)
+        return group // math.gcd(group, self.heads // self.ranks)
 
 
 @dataclass(slots=True)

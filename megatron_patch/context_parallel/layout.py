@@ -20,8 +20,7 @@ def chunks_of(rank: int, size: int) -> tuple[int, int]:
 def shard(x: torch.Tensor, *, rank: int, size: int, dim: int) -> torch.Tensor:
     """The part of ``x`` that ``rank`` of ``size`` context-parallel ranks holds along ``dim``.
 
-    Raises:
-        ValueError: the length is not a multiple of 2 x ``size``.
+    Raises ValueError: the length is not a multiple of 2 x ``size``.
     """
     if size == 1:
         return x

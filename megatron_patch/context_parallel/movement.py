@@ -173,7 +173,7 @@ class Ring:
         me = self.comm.rank
         groups = self._groups()
         coming = post(groups[0])
-        yield Arrival(self._own(k, v), ())
+        yield Arrival(self._block([0], Part.BOTH, k, v), ())
         for number in range(len(groups)):
             ticket, here = coming
             if number + 1 < len(groups):
@@ -204,9 +204,6 @@ class Ring:
         """(who reads this rank's keys in a step, whose keys this rank reads)."""
         me, size = self.comm.rank, self.comm.size
         return (me + step) % size, (me - step) % size
-
-    def _own(self, k: torch.Tensor, v: torch.Tensor) -> Block:
-        return self._block([0], Part.BOTH, k, v)
 
     def _block(self, run: list[int], part: Part, k: torch.Tensor, v: torch.Tensor) -> Block:
         """Keys ``part`` of the ranks that the steps of ``run`` (0 is this one) come from."""

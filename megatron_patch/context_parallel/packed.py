@@ -52,8 +52,7 @@ def packed_index(cu_padded: torch.Tensor, tokens: int, *, rank: int, size: int) 
         cu_padded: int32 [documents + 1] on any device; never read on the host.
         tokens: tokens of the whole pack.
 
-    Raises:
-        ValueError: ``tokens`` is not a multiple of ``size``.
+    Raises ValueError: ``tokens`` is not a multiple of ``size``.
     """
     check_tokens(tokens, size)
     cu = at_least_one(cu_padded).long()

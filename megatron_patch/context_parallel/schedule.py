@@ -1,9 +1,9 @@
 """Which (query chunk, key chunk) pairs a context-parallel rank computes, and whose keys it needs.
 
 A sequence is 2 n chunks over n ranks; rank r holds chunk r (`Part.FIRST`) and chunk 2 n - 1 - r
-(`Part.SECOND`). Everything here follows from n, the mask and the chunk length, is computed once
-(`schedule` is cached) and touches no tensor. The communication modes differ in how keys and values
-arrive; what is computed on them is decided here alone.
+(`Part.SECOND`). Everything here follows from n, the mask and the chunk length, and touches no
+tensor. The communication modes differ in how keys and values arrive; what is computed on them is
+decided here alone.
 
 Visibility: a query at position p sees keys p - left .. p + right, both ends included, -1 for no
 bound; causal is right = 0.
@@ -12,7 +12,6 @@ bound; causal is right = 0.
 from __future__ import annotations
 
 import enum
-import functools
 from dataclasses import dataclass
 
 from megatron_patch.context_parallel.layout import chunks_of
@@ -161,11 +160,3 @@ class Schedule:
 
     def _mask(self, every: bool) -> Mask:
         return Mask.NONE if every and not self.by_position else Mask.GLOBAL
-
-
-@functools.lru_cache(maxsize=4096)
-def schedule(
-    size: int, rank: int, bounds: Bounds, *, short: int, long: int, by_position: bool
-) -> Schedule:
-    """The `Schedule` of one rank; the same object for the same arguments."""
-    return Schedule(size, rank, bounds, short, long, by_position)

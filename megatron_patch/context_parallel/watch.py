@@ -124,8 +124,7 @@ class Watch:
     def add(self, name: str, ranks: list[int], traffic: Traffic, timeout: float) -> None:
         """Watch a group, all of whose ranks do the same before they go on.
 
-        Args:
-            timeout: seconds after which NCCL's watchdog ends the process.
+        ``timeout``: seconds after which NCCL's watchdog ends the process.
         """
         group = _Watched(name, ranks, traffic, timeout, moved=self._clock())
         self._write(group, "0")

@@ -175,10 +175,6 @@ def _set_rng_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = Fal
     torch.set_rng_state(state)
 
 
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
 def _null_stream(*args: Any, **kwargs: Any) -> _NullStream:
     return _NullStream()
 
@@ -248,7 +244,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     # The model-parallel tracker keeps one CUDA stream per parallel group and switches between them;
     # on CPU it switches the default generator instead, so that dropout differs between TP ranks and
     # recompute replays it exactly as on a GPU.
-    yield cuda, "manual_seed", _manual_seed
+    yield cuda, "manual_seed", torch.default_generator.manual_seed
     yield cuda, "get_rng_state", _get_rng_state
     yield cuda, "set_rng_state", _set_rng_state
     yield cuda.random, "get_rng_state", _get_rng_state

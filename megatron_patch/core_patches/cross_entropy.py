@@ -30,9 +30,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, group: ProcessGroup) -> Tensor
         labels: [s, b] ids in the whole vocabulary. An id outside it has no logit to raise.
         group: the tensor-parallel group.
 
-    Returns:
-        [s, b] float32 losses in nats, the same on all ranks of ``group``. Non-finite logits make
-        the losses of their tokens non-finite.
+    Returns [s, b] float32 losses in nats, the same on all ranks of ``group``. Non-finite logits
+    make the losses of their tokens non-finite.
     """
     losses: Tensor = _CrossEntropy.apply(logits, labels, group)
     return losses

@@ -52,9 +52,8 @@ class GPTModel(core_model.GPTModel):
     ) -> torch.Tensor:
         """[b, s] token losses in nats of ``labels`` [b, s] under ``logits`` [s, b, v].
 
-        Raises:
-            ValueError: logits of the whole vocabulary on every tensor-parallel rank, which would
-                be taken for parts of a larger one.
+        Raises ValueError: logits of the whole vocabulary on every tensor-parallel rank, which would
+        be taken for parts of a larger one.
         """
         parts = self.pg_collection.tp.size()
         if logits.shape[-1] * parts != self.vocab_size:

@@ -26,9 +26,8 @@ _tokens: torch.Tensor | None = None
 def tokens_of_step(counts: torch.Tensor | None) -> Iterator[None]:
     """Inside, losses of extra depths are weighted for a global batch; None: call by call.
 
-    Args:
-        counts: [1 + k], tokens of the main loss, then of every depth, in the mean micro-batch of a
-            data- and context-parallel rank; more than 0.
+    ``counts``: [1 + k], tokens of the main loss, then of every depth, in the mean micro-batch of a
+    data- and context-parallel rank; more than 0.
     """
     global _tokens
     before, _tokens = _tokens, counts
@@ -45,9 +44,8 @@ def process_mtp_loss(
 
     Outside `tokens_of_step` they are counted over the whole sequences of the call.
 
-    Returns:
-        [s, b, h], the hidden states of the main model with the extra losses attached for the
-        backward pass.
+    Returns [s, b, h], the hidden states of the main model with the extra losses attached for the
+    backward pass.
     """
     if _tokens is None and (cp_group is None or cp_group.size() == 1):
         return core.process_mtp_loss(cp_group=cp_group, **arguments)

@@ -170,8 +170,7 @@ def installed_implementation() -> str:
 def adam(implementation: str) -> Iterator[str]:
     """Make Megatron-Core build its optimizer from the wanted kernel; yields its short name.
 
-    Raises:
-        ConfigError: the kernel is not installed.
+    Raises ConfigError: the kernel is not installed.
     """
     import megatron.core.optimizer as core
 
@@ -219,8 +218,7 @@ def use_fused_kernel(optimizer: Any) -> None:
 def prepare_muon(chunks: list[Any]) -> None:
     """Let core's Muon leave tables of positions to AdamW, as it does those of words.
 
-    Raises:
-        ConfigError: the package that core takes it from is not installed.
+    Raises ConfigError: the package that core takes it from is not installed.
     """
     if importlib.util.find_spec("emerging_optimizers") is None:
         text = (

@@ -33,11 +33,9 @@ def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
         model: chunks in Megatron's DistributedDataParallel.
         log_max_only: measure and scale nothing.
 
-    Returns:
-        The largest logit since the last call, over all ranks; 0 where nobody measured one.
+    Returns the largest logit since the last call, over all ranks; 0 where nobody measured one.
 
-    Raises:
-        ValueError: the optimizer keeps no FP32 weights that can be scaled.
+    Raises ValueError: the optimizer keeps no FP32 weights that can be scaled.
     """
     found = [(chunk, attention) for chunk in model for attention in _measured(chunk)]
     from megatron.core import parallel_state  # not before the CPU mode: the loop imports this

@@ -14,8 +14,7 @@ Change = tuple[Any, str, Any]
 def patched(*changes: Change) -> Iterator[None]:
     """Replace attributes for the time of the block.
 
-    Raises:
-        AttributeError: there is none of that name; what was replaced before it is given back.
+    Raises AttributeError: there is none of that name; what was replaced before it is given back.
     """
     with ExitStack() as undo:
         for owner, name, value in changes:
@@ -32,8 +31,7 @@ def patched(*changes: Change) -> Iterator[None]:
 class Replacement:
     """Attributes that are replaced for the rest of the process, or until `undo`.
 
-    Args:
-        changes: what is to be replaced now; nothing where it has been, or core has its own.
+    ``changes``: what is to be replaced now; nothing where it has been, or core has its own.
     """
 
     def __init__(self, changes: Callable[..., Iterable[Change]]) -> None:

@@ -44,9 +44,8 @@ class StreamNorm(torch.nn.Module):
     def forward(self, x: Tensor, branch: Tensor | None = None, shift: Tensor | None = None) -> Any:
         """Normalize the stream x [..., h], or x + branch [..., h] + shift [h].
 
-        Returns:
-            (output in the weight's type, the stream that was normalized, in the type of x); of the
-            last norm, unless something is added, the output alone.
+        Returns (output in the weight's type, the stream that was normalized, in the type of x); of
+        the last norm, unless something is added, the output alone.
         """
         kept, self._kept = self._kept, None
         if branch is not None or kept is None or kept[1] is not x:
@@ -101,8 +100,7 @@ def join(decoder: Any) -> int:
 
     Not for a decoder that recomputes whole layers: what a norm keeps would be of another pass.
 
-    Args:
-        decoder: Megatron-Core's `TransformerBlock`, just built.
+    ``decoder``: Megatron-Core's `TransformerBlock`, just built.
     """
     layers, joined = list(decoder.layers), 0  # none at all on a stage that only embeds
     heads = [layer.input_layernorm for layer in layers[1:]] + [decoder.final_layernorm]

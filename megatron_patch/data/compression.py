@@ -48,8 +48,7 @@ def packing_of(head: bytes) -> Packing:
 def opened(path: Path, packing: Packing) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     """A file's decompressed content, and how many bytes of the file have been read.
 
-    Raises:
-        DataError: it cannot be read, or the compressed data is damaged or cut off.
+    Raises DataError: it cannot be read, or the compressed data is damaged or cut off.
     """
     import zstandard
 

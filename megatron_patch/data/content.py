@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_patch.data import parquet
 from megatron_patch.data.compression import PACKINGS, Packing, opened, packing_of
@@ -50,10 +50,7 @@ _TEXT_SIGNS = (
     (b"\xff\xd8\xff", "a JPEG image"),
     (b"\xff\xff\xff\xff", "an Arrow stream, or other binary data: write it as parquet"),
     (b"WARC/", "a WARC archive: extract its text to JSONL"),
-    (
-        b"version https://git-lfs.github.com/spec/",
-        "a Git LFS pointer, not the file itself: run git lfs pull",
-    ),
+    (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer: run git lfs pull"),
 )
 _BOMS = (
     (b"\xff\xfe\0\0", "UTF-32"),
@@ -143,14 +140,12 @@ def _kind(path: Path, name: str, head: bytes, packing: Packing, options: Prepare
         raise DataError(f"{path}: its name says parquet, and it does not begin like it")
     _refuse_signs(head, _TEXT_SIGNS)
     _refuse_no_text(head, whole=len(head) < HEAD)
-    if options.format == "text":
-        return text_kind(options)
-    shape = _shape(head, whole=len(head) < HEAD)
-    return _text_or_lines(name, shape, head, options)
+    return text_kind(options) if options.format == "text" else _text_or_lines(name, head, options)
 
 
-def _text_or_lines(name: str, shape: str, head: bytes, options: PrepareOptions) -> Kind:
+def _text_or_lines(name: str, head: bytes, options: PrepareOptions) -> Kind:
     """JSON lines or text, by the shape of the content and what was said about it."""
+    shape = _shape(head, whole=len(head) < HEAD)
     says_lines = options.format == "jsonl" or name.endswith(JSONL_ENDINGS)
     if shape == "lines":
         if says_lines or not name.endswith(TEXT_ENDINGS):
@@ -269,20 +264,22 @@ def _shape(head: bytes, *, whole: bool) -> Literal["lines", "document", "blank",
 
 
 def _is_record(line: str) -> bool:
-    if not line.lstrip("\ufeff \t").startswith("{"):
-        return False
-    try:
-        return isinstance(json.loads(line.lstrip("\ufeff"), strict=False), dict)
-    except (ValueError, RecursionError):
-        return False
+    return line.lstrip("\ufeff \t").startswith("{") and isinstance(
+        _json(line.lstrip("\ufeff")), dict
+    )
 
 
 def _is_json(text: str) -> bool:
-    try:
-        value = json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return False
+    value = _json(text)
     return isinstance(value, dict) or any(isinstance(item, dict | list | str) for item in value)
+
+
+def _json(text: str) -> Any:
+    """The value of a text that begins like an object or an array; () where it is none."""
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return ()
 
 
 def _decompresses(path: Path, packing: Packing) -> bool:

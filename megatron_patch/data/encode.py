@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import re
 import threading
+from collections import Counter
 from dataclasses import asdict, dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -28,21 +29,9 @@ from megatron_patch.runtime.files import replacing
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _GO_ON = "--invalid-text skip leaves such {0} out, replace puts U+FFFD there"
-_REMEDY = {
-    "file": f"convert the file (iconv -t UTF-8); {_GO_ON.format('documents')}",
-    "separated": f"convert the file (iconv -t UTF-8); {_GO_ON.format('documents')}",
-    "jsonl": _GO_ON.format("lines"),
-    "parquet": _GO_ON.format("rows"),
-}
-
-
-@dataclass(slots=True)
-class _Count:
-    """Documents of a batch that are left out, or not read as they are."""
-
-    empty: int = 0
-    invalid: int = 0
-    replaced: int = 0
+_CONVERT = f"convert the file (iconv -t UTF-8); {_GO_ON.format('documents')}"
+_REMEDY = {"file": _CONVERT, "separated": _CONVERT, "jsonl": _GO_ON.format("lines"),
+           "parquet": _GO_ON.format("rows")}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +67,9 @@ class Encoder:
     def write(self, number: int, batch: Batch) -> PartHeader:
         """Encode a batch and commit it as part ``number``.
 
-        Raises:
-            DataError: the first document that is no text, no JSON or out of the vocabulary.
+        Raises DataError: the first document that is no text, no JSON or out of the vocabulary.
         """
-        count, open_end = _Count(), False
+        count, open_end = Counter[str](), False
         if batch.kind == "tokens":
             lengths, tokens, open_end = self._cut(batch)
         else:
@@ -93,9 +81,9 @@ class Encoder:
             source=batch.source,
             documents=len(lengths),
             tokens=len(tokens),
-            skipped=count.empty + count.invalid,
-            invalid=count.invalid,
-            replaced=count.replaced,
+            skipped=count["empty"] + count["invalid"],
+            invalid=count["invalid"],
+            replaced=count["replaced"],
             max_token_id=int(tokens.max()) if len(tokens) else -1,
             open_end=open_end,
         )
@@ -106,20 +94,20 @@ class Encoder:
             stream.write(payload)
         return header
 
-    def _encode(self, batch: Batch, count: _Count) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths and tokens of a batch's documents; ``count``s those left out or replaced."""
+    def _encode(self, batch: Batch, count: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths and tokens of a batch's documents; ``count``s empty, invalid, replaced ones."""
         texts = []
         for raw, place in zip(batch.documents, batch.places, strict=True):
             if batch.kind == "jsonl" and not raw.strip():
                 continue  # blank lines between records are no documents
             text, wrong = self._text(raw, place, batch.kind)
             if text is None:
-                count.invalid += 1
+                count["invalid"] += 1
             elif text.strip():
                 texts.append(text)
-                count.replaced += wrong
+                count["replaced"] += wrong
             else:
-                count.empty += 1
+                count["empty"] += 1
         eod = self._tokenizer.eod_id
         assert eod is not None, "checked when preparing starts"
         encoded = self._tokenizer.encode_batch(texts)
@@ -131,8 +119,7 @@ class Encoder:
     def _text(self, raw: bytes, place: str, kind: str) -> tuple[str | None, bool]:
         """The text of one raw document and whether anything in it was replaced; None: left out.
 
-        Raises:
-            DataError: it is not text and ``invalid_text`` says error; a line is no record.
+        Raises DataError: it is not text and ``invalid_text`` says error; a line is no record.
         """
         mode, wrong = self._options.invalid_text, False
         # A parquet value is the text itself; a byte order mark belongs to files and lines.
@@ -173,14 +160,12 @@ class Encoder:
         except (ValueError, RecursionError) as error:
             hint = "; it holds a NUL byte, which JSON writes as \\u0000" if "\0" in line else ""
             raise DataError(f"{place}: not JSON ({error}){hint}") from error
-        if isinstance(record, dict) and isinstance(record.get(key), str):
-            return record[key]
+        found = f"the line has {type(record).__name__}"
         if isinstance(record, dict):
+            if isinstance(record.get(key), str):
+                return record[key]
             found = f"the line has {sorted(record)}"
-            if key in record:
-                found = f"it holds {json.dumps(record[key]):.40}"
-        else:
-            found = f"the line has {type(record).__name__}"
+            found = f"it holds {json.dumps(record[key]):.40}" if key in record else found
         raise DataError(f"{place}: no text under --json-key {key!r}; {found:.220}")
 
     def _cut(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, bool]:

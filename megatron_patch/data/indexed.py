@@ -164,8 +164,7 @@ class TokenFile:
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) as int64 [count].
 
-        Raises:
-            DataError: the file ends before, or cannot be read.
+        Raises DataError: the file ends before, or cannot be read.
         """
         size = self.dtype.itemsize
         wanted, offset, pieces = count * size, start * size, []

@@ -7,6 +7,7 @@ then it is listed and counted.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import stat
@@ -47,16 +48,16 @@ class Walk:
     def __post_init__(self) -> None:
         out = self.options.out
         paths = [f"{out}{ending}" for ending in (".parts", ".bin", ".idx", ".manifest.json")]
-        for path in [*paths, self.options.tokenizer_path]:
+        for path in filter(None, [*paths, self.options.tokenizer_path]):
             # What this command writes and reads itself is no input, wherever it lies.
-            if path is not None and (found := _identity(path)) is not None:
-                self._ours.add(found)
+            with contextlib.suppress(OSError):
+                found = os.stat(path)
+                self._ours.add((found.st_dev, found.st_ino))
 
     def entries(self, text: str) -> list[Entry]:
         """All entries of one input: a file, a directory or a glob.
 
-        Raises:
-            DataError: it names nothing.
+        Raises DataError: it names nothing.
         """
         self._input += 1
         if os.path.lexists(text):
@@ -136,21 +137,8 @@ class Walk:
         return Entry(path, name, unknown=reason.removeprefix(": "))
 
 
-def _identity(path: str | Path) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
 def _special(mode: int) -> str:
-    for test, what in (
-        (stat.S_ISFIFO, "a pipe"),
-        (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISBLK, "a device"),
-        (stat.S_ISCHR, "a device"),
-    ):
-        if test(mode):
-            return f"{what}: documents are read from files, which can be read again"
-    return "no file"
+    names = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFBLK: "a device",
+             stat.S_IFCHR: "a device"}  # fmt: skip
+    what = names.get(stat.S_IFMT(mode))
+    return f"{what}: documents are read from files, which can be read again" if what else "no file"

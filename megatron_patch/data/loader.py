@@ -17,7 +17,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -29,12 +29,10 @@ from megatron_patch.data.order import Ring, derive
 from megatron_patch.data.position import Order, Position, Source
 from megatron_patch.data.progress import human
 from megatron_patch.data.reader import Batch, Reader
+from megatron_patch.parallel.setup import Layout
+from megatron_patch.schema.data import DatasetConfig
 from megatron_patch.schema.effective import data_seed, masks_ends
-
-if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.data import DatasetConfig
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -130,8 +128,7 @@ class Loaders:
         global batch of a step counted from 1, for runs that leave batches out. Close the iterator
         (or drop it) to end its reader threads.
 
-        Raises:
-            DataError: the split has no data, or a token file changed while it was used.
+        Raises DataError: the split has no data, or a token file changed while it was used.
         """
         if split not in self._mixtures:
             raise DataError(
@@ -241,8 +238,7 @@ class Loaders:
 
         Earlier versions knew one order only, and recorded None.
 
-        Raises:
-            ValueError: it is of other datasets, or damaged.
+        Raises ValueError: it is of other datasets, or damaged.
         """
         if saved is not None:
             self._follow(self._plain.resumed(Position.from_dict(saved)))
@@ -250,8 +246,7 @@ class Loaders:
     def start_from(self, position: Position, batch: int) -> list[str]:
         """Go on, from global batch ``batch``, after what another run took by its ``position``.
 
-        Returns:
-            A line for every dataset.
+        Returns a line for every dataset.
         """
         order = self._plain.continued(position, batch)
         self._follow(order)
@@ -365,11 +360,9 @@ def pack(rows: torch.Tensor, eod: int, layout: Layout, *, multiple: int) -> Batc
     A document begins at the start of a row and behind every end-of-document token, which carries no
     loss: what follows it is of another document.
 
-    Returns:
-        ``tokens``, ``labels``, ``position_ids``, ``loss_mask`` [1, t], ``cu_seqlens`` int32
-        [documents + 1]. One rank has t = b s. Context-parallel ranks have ``cu_seqlens_padded``
-        too, each document padded to a multiple of twice their number, and t rounded up to
-        ``multiple``.
+    Returns ``tokens``, ``labels``, ``position_ids``, ``loss_mask`` [1, t], ``cu_seqlens`` int32
+    [documents + 1]. One rank has t = b s. Context-parallel ranks have ``cu_seqlens_padded`` too,
+    each document padded to a multiple of twice their number, and t rounded up to ``multiple``.
     """
     tokens, labels = rows[:, :-1].flatten(), rows[:, 1:].flatten()
     ends = torch.eq(tokens, eod)
@@ -401,9 +394,8 @@ def pack(rows: torch.Tensor, eod: int, layout: Layout, *, multiple: int) -> Batc
 def build_loaders(run: RunConfig, layout: Layout) -> Loaders:
     """The loaders of one rank; ``data.verify.verify_datasets`` must have passed before.
 
-    Raises:
-        DataError: a manifest is unusable, a split is shorter than one sequence, the
-            end-of-document id is needed and unknown, or the global batch does not divide.
+    Raises DataError: a manifest is unusable, a split is shorter than one sequence, the
+    end-of-document id is needed and unknown, or the global batch does not divide.
     """
     files: dict[str, TokenFile] = {}
     problems: list[str] = []

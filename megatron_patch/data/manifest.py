@@ -112,8 +112,7 @@ def render(manifest: Manifest) -> bytes:
 def read_manifest(prefix: str | Path) -> Manifest:
     """Read and check ``<prefix>.manifest.json``.
 
-    Raises:
-        DataError: it is missing, unreadable, changed since it was written, or of another format.
+    Raises DataError: it is missing, unreadable, changed since it was written, or of another format.
     """
     path = manifest_path(prefix)
     try:
@@ -148,10 +147,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 def chunk_bytes_for(size: int) -> int:
     """A power of two from 1 MiB that keeps a file at ``MAX_CHUNKS`` pieces or fewer."""
-    chunk = _MIN_CHUNK
-    while chunk * MAX_CHUNKS < size:
-        chunk *= 2
-    return chunk
+    return max(_MIN_CHUNK, 1 << (-(-size // MAX_CHUNKS) - 1).bit_length())
 
 
 def sample_offsets(size: int) -> list[int]:

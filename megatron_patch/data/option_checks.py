@@ -29,8 +29,7 @@ def as_options(problem: str) -> str:
 def check_options(options: PrepareOptions) -> None:
     """Refuse options that contradict each other, before a file is looked at.
 
-    Raises:
-        DataError: all of them.
+    Raises DataError: all of them.
     """
     if options.out.endswith("/") or Path(options.out).is_dir():
         raise DataError(
@@ -46,15 +45,13 @@ def check_options(options: PrepareOptions) -> None:
 def check_effects(options: PrepareOptions, sources: list[Source]) -> None:
     """Refuse options that nothing in the inputs can answer to.
 
-    Raises:
-        DataError: all of them.
+    Raises DataError: all of them.
     """
     kinds = {file.content.kind for source in sources for file in source.files}
     problems = []
     if options.json_key != "text" and not kinds & {"jsonl", "parquet"}:
-        problems.append(
-            f"--json-key {options.json_key!r}: no input is JSONL or parquet; leave it out"
-        )
+        text = f"--json-key {options.json_key!r}: no input is JSONL or parquet; leave it out"
+        problems.append(text)
     if options.document_separator is not None and "separated" not in kinds:
         problems.append(
             "--document-separator: no input is plain text, and JSONL and parquet have a document a "
@@ -67,37 +64,29 @@ def check_effects(options: PrepareOptions, sources: list[Source]) -> None:
 
 
 def _input_problems(options: PrepareOptions) -> Iterator[str]:
+    cut = {"--document-separator": options.document_separator is not None,
+           "--json-key": options.json_key != "text"}  # fmt: skip
+    given, why = dict[str, bool](), ""
     if options.corpus is not None:
         if options.inputs:
             yield f"--corpus {options.corpus} and inputs {options.inputs}: choose one"
-        fixed = {
-            "--format": options.format in ("auto", "text"),
-            "--json-key": options.json_key == "text",
-            "--document-separator": options.document_separator is None,
-            "--invalid-text": options.invalid_text in ("error", "skip"),
-            "--skip-unknown": not options.skip_unknown,
+        given = cut | {
+            "--format": options.format not in ("auto", "text"),
+            "--invalid-text": options.invalid_text == "replace",
+            "--skip-unknown": options.skip_unknown,
         }
-        for flag, harmless in fixed.items():
-            if not harmless:
-                yield (
-                    f"{flag}: --corpus {options.corpus} is text files, a document each, without "
-                    "those that are not UTF-8; leave the option out"
-                )
+        why = f"--corpus {options.corpus} is text files, a document each, without those that are "
+        why += "not UTF-8"
     elif not options.inputs:
         yield "no inputs: name files, directories or globs, or use --corpus"
     elif options.token_files:
-        given = {
-            "--document-separator": options.document_separator is not None,
-            "--json-key": options.json_key != "text",
+        given = cut | {
             "--invalid-text": options.invalid_text != "error",
             "--train-bpe": options.train_bpe is not None,
         }
-        for flag, found in given.items():
-            if found:
-                yield (
-                    f"{flag}: --format {options.format} reads token ids, which hold no text and "
-                    "are cut at the end-of-document id; leave the option out"
-                )
+        why = f"--format {options.format} reads token ids, which hold no text and are cut at the "
+        why += "end-of-document id"
+    yield from (f"{flag}: {why}; leave the option out" for flag, found in given.items() if found)
 
 
 def _value_problems(options: PrepareOptions) -> Iterator[str]:

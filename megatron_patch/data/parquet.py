@@ -24,8 +24,7 @@ _BATCH_ROWS = 256
 def check(path: Path, column: str) -> None:
     """Refuse a file whose text column cannot be read.
 
-    Raises:
-        DataError: pyarrow is absent, the footer is damaged, or ``column`` is missing or no text.
+    Raises DataError: pyarrow is absent, the footer is damaged, or ``column`` is missing or no text.
     """
     with _opened(path) as file:
         _check_column(path, file.schema_arrow, column)
@@ -34,8 +33,7 @@ def check(path: Path, column: str) -> None:
 def rows(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
     """The bytes of ``column`` row by row (a null is empty), and the share of the file read so far.
 
-    Raises:
-        DataError: as ``check``, or a page is damaged.
+    Raises DataError: as ``check``, or a page is damaged.
     """
     import pyarrow
 

@@ -88,8 +88,7 @@ class Position:
     def from_dict(cls, values: Any) -> Position:
         """Inverse of `as_dict`.
 
-        Raises:
-            ValueError: it is not one.
+        Raises ValueError: it is not one.
         """
         try:
             found = dict(values)
@@ -162,8 +161,7 @@ class Order:
     def resumed(self, position: Position) -> Order:
         """The order of the run that recorded ``position``, whose configuration made this one.
 
-        Raises:
-            ValueError: it read other datasets.
+        Raises ValueError: it read other datasets.
         """
         before = [taken.source for taken in position.reading]
         if [s.identity for s in before] != [s.identity for s in self.sources]:

@@ -55,12 +55,10 @@ __all__ = ["PrepareOptions", "prepare"]
 def prepare(options: PrepareOptions) -> Manifest:
     """Prepare a dataset, or finish an interrupted preparation of the same one.
 
-    Returns:
-        The manifest, as written to ``<out>.manifest.json``.
+    Returns the manifest, as written to ``<out>.manifest.json``.
 
-    Raises:
-        DataError: the options contradict each other, inputs or tokenizer are unusable, the
-            output exists, or an interrupted attempt with other options is in the way.
+    Raises DataError: the options contradict each other, inputs or tokenizer are unusable, the
+    output exists, or an interrupted attempt with other options is in the way.
     """
     check_options(options)
     if options.corpus is not None:

@@ -47,8 +47,7 @@ class Reader(Iterator[Batch]):
     def ahead(self) -> None:
         """Begin as many batches as are read ahead, two a thread. Does not wait.
 
-        Raises:
-            RuntimeError: the machine has no thread left; those that began have ended.
+        Raises RuntimeError: the machine has no thread left; those that began have ended.
         """
         try:
             while self._pool is not None and len(self._pending) < 2 * self._workers:

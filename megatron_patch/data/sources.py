@@ -127,9 +127,8 @@ def _listed(lines: list[str]) -> list[str]:
 def find_sources(options: PrepareOptions) -> list[Source]:
     """The inputs, in order, with their files and what each holds.
 
-    Raises:
-        DataError: an input names nothing, an entry is of no kind that is read, a file is damaged,
-            or no input was given; all of them at once.
+    Raises DataError: an input names nothing, an entry is of no kind that is read, a file is
+    damaged, or no input was given; all of them at once.
     """
     if options.corpus is not None:
         return [Source(options.corpus, [File(path, Content("file")) for path in stdlib_files()])]

@@ -13,15 +13,13 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megatron_patch.data.errors import DataError
 from megatron_patch.runtime.files import write_named
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.data import TokenizerConfig
+from megatron_patch.schema.data import TokenizerConfig
 
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>")
 """Names an end-of-document token is recognized by, when ``eod_id`` is not configured."""
@@ -51,9 +49,8 @@ class Tokenizer(ABC):
 def build(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer of a configuration.
 
-    Raises:
-        DataError: the configuration contradicts itself, the file is missing or not a tokenizer,
-            the end of document is not known, or the encoding would have to be downloaded.
+    Raises DataError: the configuration contradicts itself, the file is missing or not a tokenizer,
+    the end of document is not known, or the encoding would have to be downloaded.
     """
     problems = [f"{p.path}: {p.message}" for p in config.problems("tokenizer")]
     if problems:
@@ -220,8 +217,7 @@ def train_bpe(
     same bytes. Id 0 is ``eod``, ids 1..256 are the bytes, so any text can be encoded. ``read``
     opens a path that is not plain text.
 
-    Raises:
-        DataError: no files, a vocabulary below 257, or ``out`` exists.
+    Raises DataError: no files, a vocabulary below 257, or ``out`` exists.
     """
     from tokenizers import Tokenizer as Native
     from tokenizers import decoders, models, pre_tokenizers, trainers

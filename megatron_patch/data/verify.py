@@ -18,17 +18,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_patch.data import tokenizers
 from megatron_patch.data.errors import DataError, unread
 from megatron_patch.data.indexed import DTYPES, index_problems, open_index
 from megatron_patch.data.manifest import REMEDY, FileRecord, Manifest, read_manifest, sample_hash
 from megatron_patch.data.progress import Progress, human
+from megatron_patch.parallel.first_rank import of_all
 from megatron_patch.runtime.heartbeat import PULSE
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 _ROUND_SECONDS = 20.0
 """Ranks that have nothing to hash hear from the others this often: below every group timeout."""
@@ -81,11 +80,9 @@ def verify_datasets(run: RunConfig, *, show: bool = True) -> list[str]:
     node share it too, and a rank that finds a problem ends the job. ``show``: progress on
     standard error (first rank only).
 
-    Returns:
-        One line a dataset for the start-up log.
+    Returns one line a dataset for the start-up log.
 
-    Raises:
-        DataError: all problems found, each with file, difference and remedy.
+    Raises DataError: all problems found, each with file, difference and remedy.
     """
     began = time.monotonic()
     problems: list[str] = []
@@ -96,7 +93,7 @@ def verify_datasets(run: RunConfig, *, show: bool = True) -> list[str]:
     found = {p: check_quickly(p, tokenizer, mode=run.data.verify) for p in dataset_paths(run)}
     problems = problems + [problem for item in found.values() for problem in item.problems]
     manifests = {path: item.manifest for path, item in found.items() if item.manifest}
-    verdicts = _gather((problems, {path: m.sha256 for path, m in manifests.items()}))
+    verdicts = of_all((problems, {path: m.sha256 for path, m in manifests.items()}))
     _raise_if_any(verdicts)
     pieces = [piece for item in found.values() for piece in item.pieces]
     rank, size = _local_place()
@@ -226,7 +223,7 @@ def _check_pieces(pieces: list[_Piece], local_size: int, *, show: bool) -> None:
                 if time.monotonic() >= until:
                     break
             PULSE.refresh()  # a long check that goes on is no hang
-            verdicts = _gather((found, len(todo)))
+            verdicts = of_all((found, len(todo)))
             _raise_if_any([(problems, {}) for problems, _ in verdicts])
             if not any(left for _, left in verdicts):
                 return
@@ -262,14 +259,3 @@ def _local_place() -> tuple[int, int]:
     except (KeyError, ValueError):
         return 0, 1
     return (rank, size) if 0 <= rank < size else (0, 1)
-
-
-def _gather[T](value: T) -> list[T]:
-    """Every rank's value, or just ours where there is no process group. Collective."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

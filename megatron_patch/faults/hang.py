@@ -297,12 +297,11 @@ def start(options: FaultsConfig, layout: Layout, run_dir: Path) -> HangWatcher |
         (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)  # torch's own dumps go there, too
     if options.hang_seconds is None:
         return None
-    import torch
+    from megatron_patch.parallel.first_rank import of_all
 
     token = f"{stacks.utc()}-{os.urandom(3).hex()}"
-    facts: list[Any] = [None] * layout.world_size
     stacks.listen()
-    torch.distributed.all_gather_object(facts, (token, ledger.node(), os.getpid()))
+    facts = of_all((token, ledger.node(), os.getpid()))
     limits = Limits(options.hang_seconds, options.hang_startup_seconds, options.hang_pause_seconds)
     _, hosts, pids = map(list, zip(*facts, strict=True))
     watcher = HangWatcher(
@@ -318,13 +317,10 @@ def record_collectives(run_dir: Path) -> None:
     torch 2.11 and 2.13 read these names (``TORCH_NCCL_TRACE_BUFFER_SIZE`` and
     ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` are the older ones of the first and the last).
     """
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     prefix = str(run_dir / FOLDER / stacks.RECORDER_PREFIX)
-    for name, value in (
-        ("TORCH_FR_BUFFER_SIZE", "2000"),
-        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
-        ("TORCH_FR_DUMP_TEMP_FILE", prefix),
-    ):
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", prefix)
 
 
 def _there(path: Path) -> bool:

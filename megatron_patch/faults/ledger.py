@@ -60,18 +60,12 @@ def record(run_dir: Path, *, rank: int, exit_code: int, error: str, trace: str =
         error: one line.
         trace: traceback or stacks; its end is kept.
     """
+    now, first = PULSE.now, error.splitlines()[0][:500] if error else ""
     entry = {
-        "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "job": job(),
-        "attempt": attempt(),
-        "step": PULSE.now.step,
-        "phase": PULSE.now.phase,
-        "rank": rank,
-        "host": node(),
-        "exit_code": exit_code,
-        "error": error.splitlines()[0][:500] if error else "",
-        "traceback": trace[-MAX_TRACEBACK:],
-    }
+        "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "job": job(),
+        "attempt": attempt(), "step": now.step, "phase": now.phase, "rank": rank, "host": node(),
+        "exit_code": exit_code, "error": first, "traceback": trace[-MAX_TRACEBACK:],
+    }  # fmt: skip
     with suppress(OSError):
         append_line(run_dir / FILE, json.dumps(entry))
 

@@ -52,8 +52,7 @@ class Skips:
     def from_dict(cls, values: Any) -> Skips:
         """Inverse of `as_dict`.
 
-        Raises:
-            ValueError: it is not one.
+        Raises ValueError: it is not one.
         """
         if type(values) is not dict or set(values) != {"windows", "rewinds"}:
             raise ValueError(f"expected windows and rewinds, found {values!r}")
@@ -80,8 +79,7 @@ def merged(windows: Sequence[Window]) -> tuple[Window, ...]:
 def read(run_dir: Path) -> Skips | None:
     """What the file of a run says; None when it has none.
 
-    Raises:
-        ConfigError: the file is not what this program writes.
+    Raises ConfigError: the file is not what this program writes.
     """
     file = run_dir / FILE
     if not file.exists():

@@ -23,30 +23,25 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megatron_patch.faults import skips
 from megatron_patch.faults.skips import Skips
-from megatron_patch.parallel.first_rank import on_first_rank
+from megatron_patch.parallel.first_rank import of_all, on_first_rank
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime.heartbeat import phase
 from megatron_patch.runtime.records import AppendOnlyFile
 from megatron_patch.runtime.watcher import ResumePoint, RewindWanted, UpdateDropped, Watcher
 from megatron_patch.schema.faults import SpikeConfig
 
-if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
-
 FILE = "spikes.jsonl"
 FLOOR = 0.01
 """Smallest deviation, as a share of the median."""
 TO_SIGMA = 1.4826
-_DONE = {
-    "record": "recorded, the update is taken",
-    "skip": "the update is dropped",
-    "rewind": "going back",
-}
+_DONE = {"record": "recorded, the update is taken", "skip": "the update is dropped",
+         "rewind": "going back"}  # fmt: skip
 
 
 class RewindsUsedUp(RuntimeError):
@@ -99,11 +94,8 @@ class Detector:
     def judge(self, loss: float, grad_norm: float) -> tuple[bool, float, float]:
         """(spike, score of the loss, score of the norm); the step enters the history."""
         loss_z, norm_z = self.scores(loss, grad_norm)
-        limits = self.options.loss_z, self.options.grad_norm_z
-        found = any(
-            limit is not None and z > limit
-            for z, limit in zip((loss_z, norm_z), limits, strict=True)
-        )
+        limits = (loss_z, self.options.loss_z), (norm_z, self.options.grad_norm_z)
+        found = any(limit is not None and z > limit for z, limit in limits)
         self.history.append((loss, grad_norm))
         return found, loss_z, norm_z
 
@@ -231,10 +223,8 @@ class SpikePolicy(Watcher):
             maxima = module.current_max_attn_logits if module.want_max_logits else None
             if maxima is not None:
                 mine[layer, self._layout.tp_rank] = [float(x) for x in maxima.flatten()]
-        every: list[Any] = [None] * self._layout.world_size
-        torch.distributed.all_gather_object(every, mine)
         heads: dict[tuple[int, int], list[float]] = {}
-        for part in every:
+        for part in of_all(mine):
             for key, values in part.items():
                 old = heads.setdefault(key, values)
                 heads[key] = [max(a, b) for a, b in zip(old, values, strict=True)]
@@ -270,8 +260,7 @@ class SpikePolicy(Watcher):
         The file of the run directory wins over the checkpoint's copy: a rewind writes it before
         it goes on, so it knows of rewinds that no checkpoint has seen yet.
 
-        Raises:
-            ConfigError: the file is damaged.
+        Raises ConfigError: the file is damaged.
         """
         saved = at.extra.get("faults")
         self.detector.history.clear()

@@ -64,8 +64,7 @@ def main_thread() -> tuple[str, str]:
 def write(folder: Path, witness: Witness) -> Path:
     """``rank_00003.txt``: the witness as JSON, then the stacks of every thread.
 
-    Returns:
-        The file; it appears complete or not at all.
+    Returns the file; it appears complete or not at all.
     """
     result = file_of(folder, witness.rank)
     with replacing(result, durable=False) as out:

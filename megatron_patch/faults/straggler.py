@@ -21,17 +21,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_patch.faults.spike import TO_SIGMA
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime.heartbeat import PULSE
 from megatron_patch.runtime.watcher import Action, ResumePoint, StepResult, Watcher
 from megatron_patch.schema.faults import FaultsConfig
-
-if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
 
 WHAT = ("data", "compute")
 LEAST_SECONDS = 0.001

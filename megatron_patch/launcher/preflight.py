@@ -55,8 +55,7 @@ def writing(out: Path) -> Iterator[None]:
 def measure(run: RunConfig, out: Path) -> dict[str, Any]:
     """Everything about this node; written to ``out/<node>.json``.
 
-    Raises:
-        SharedDirectoryError: ``out`` cannot be written.
+    Raises SharedDirectoryError: ``out`` cannot be written.
     """
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)

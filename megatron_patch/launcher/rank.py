@@ -159,8 +159,7 @@ def load_secrets(name: str) -> None:
     The file must be this user's and closed to everyone else. Values are not expanded, and show in
     no process list: they are set after the process started.
 
-    Raises:
-        SecretsError: the file is missing, open to others, or has a line that is no NAME=VALUE.
+    Raises SecretsError: the file is missing, open to others, or has a line that is no NAME=VALUE.
     """
     if not name:
         return

@@ -63,8 +63,7 @@ class Job:
 def scripts() -> Path:
     """The directory of the shipped scripts.
 
-    Raises:
-        ScriptsMissingError: the package is installed without them.
+    Raises ScriptsMissingError: the package is installed without them.
     """
     for folder in (ROOT / "launch", Path(sys.prefix) / "share" / "megatron_patch" / "launch"):
         if (folder / SCRIPT).is_file():
@@ -109,8 +108,7 @@ def job_problems(job: Job) -> Iterator[Problem]:
 def check(job: Job) -> None:
     """Refuse a job that cannot be right.
 
-    Raises:
-        ConfigError: with every problem found.
+    Raises ConfigError: with every problem found.
     """
     problems = list(job_problems(job))
     if problems:

@@ -71,8 +71,7 @@ def write(job: Job, loaded: Loaded) -> Path:
 def submit(job: Job, loaded: Loaded) -> str:
     """Write, test and submit ``job``; returns the job id.
 
-    Raises:
-        LaunchError: a job has the run directory already, or Slurm refuses the script.
+    Raises LaunchError: a job has the run directory already, or Slurm refuses the script.
     """
     for tool in ("sbatch", "squeue"):
         if shutil.which(tool) is None:
@@ -96,8 +95,7 @@ def submit(job: Job, loaded: Loaded) -> str:
 def refuse_second(job: Job) -> None:
     """Refuse when a job of this run directory is waiting or running.
 
-    Raises:
-        LaunchError: it is, or Slurm does not say.
+    Raises LaunchError: it is, or Slurm does not say.
     """
     file = job.launch_dir / "submitted"
     if not file.is_file():

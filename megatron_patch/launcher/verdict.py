@@ -48,8 +48,7 @@ def compare(run: RunConfig, out: Path, expected: list[str], stream: TextIO | Non
         expected: names of the nodes that must have reported; empty: those that did.
         stream: where the table goes; default: standard output.
 
-    Raises:
-        SharedDirectoryError: ``out`` is no directory, or ``bad_nodes`` cannot be written.
+    Raises SharedDirectoryError: ``out`` is no directory, or ``bad_nodes`` cannot be written.
     """
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -181,8 +180,7 @@ def _outliers(
 ) -> Iterator[Row]:
     """A rate more than ``tolerance`` below the median of all fails its node.
 
-    Args:
-        rates: node -> (part of it, rate).
+    ``rates``: node -> (part of it, rate).
     """
     everything = [rate for parts in rates.values() for _, rate in parts]
     if not everything:

@@ -96,11 +96,10 @@ def build_model(run: RunConfig, *, vocab_size: int, initialize: bool = True) -> 
     Returns:
         Chunks in ``params_dtype`` on the run's device, before precision and data-parallel wrapping.
 
-    Raises:
-        BackendError: the attention backend cannot serve one of the layer kinds.
+    Raises BackendError: the attention backend cannot serve one of the layer kinds.
     """
     selections = [registry.select(run, facts) for facts in registry.layer_kinds(run)]
-    if _first_rank():
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         for selection in selections:
             log.info(selection.line())
         log.info(_HYBRID_NOTE)
@@ -240,7 +239,3 @@ def _chunk(
     if is_compiled(config) and config.recompute_granularity != "full":
         residual.join(chunk.decoder)
     return chunk if run.training.device == "cpu" else chunk.cuda(torch.cuda.current_device())
-
-
-def _first_rank() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -10,15 +10,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_patch.core_patches.activation import activation_function, core_fuses
 from megatron_patch.schema.effective import groups_experts, rope_kernel
 from megatron_patch.schema.model import (
+    RopeScalingConfig,
     attention_head_dim,
     expert_ffn_hidden_size,
     ffn_hidden_size,
     query_groups,
 )
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.model import RopeScalingConfig
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 
 def transformer_config(run: RunConfig) -> TransformerConfig:
@@ -174,10 +172,7 @@ def _recompute(run: RunConfig) -> dict[str, Any]:
     if recompute.granularity == "none":
         return {}
     if recompute.granularity == "selective":
-        return {
-            "recompute_granularity": "selective",
-            "recompute_modules": list(recompute.modules),
-        }
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
     return {
         "recompute_granularity": "full",
         "recompute_method": recompute.method,

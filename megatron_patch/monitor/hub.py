@@ -54,13 +54,11 @@ class Monitor:
         """Show what this program's modules log (saves, resumes, warnings) here, until ``close``."""
         if self.active:
             self._relay = _Relay(self)
-            self._relay.attach()
 
     def check(self) -> None:
         """Fail now, not after the model is built, when a sink cannot work.
 
-        Raises:
-            MissingPackageError: a configured sink's package is not installed.
+        Raises MissingPackageError: a configured sink's package is not installed.
         """
         if self.active and self.run.logging.wandb.enabled:
             require_wandb()
@@ -196,22 +194,20 @@ class Monitor:
 
 
 class _Relay(logging.Handler):
-    """Hands the records of the package's loggers to a Monitor."""
+    """Hands the records of the package's loggers to a Monitor, until it is detached."""
 
     def __init__(self, monitor: Monitor) -> None:
         super().__init__(logging.INFO)
         self._monitor = monitor
         self._logger = logging.getLogger("megatron_patch")
         self._before = self._logger.level, self._logger.propagate
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
         self._monitor.say(prefix + record.getMessage())
-
-    def attach(self) -> None:
-        self._logger.addHandler(self)
-        self._logger.setLevel(logging.INFO)
-        self._logger.propagate = False
 
     def detach(self) -> None:
         self._logger.removeHandler(self)

@@ -94,9 +94,7 @@ def console_line(m: StepMetrics, *, train_steps: int, seconds_left: float | None
     ):
         if value is not None:
             parts.append(form.format(value))
-    parts += m.status
-    parts.append(f"skipped {m.skipped}")
-    parts.append(f"nan {m.nonfinite}")
+    parts += [*m.status, f"skipped {m.skipped}", f"nan {m.nonfinite}"]
     if seconds_left is not None:
         parts.append(f"left {duration(seconds_left)}")
     return " | ".join(parts)

@@ -31,8 +31,7 @@ class MissingPackageError(ValueError):
 def require_wandb() -> None:
     """Fail when Weights & Biases is wanted but absent.
 
-    Raises:
-        MissingPackageError: ``wandb`` is not installed.
+    Raises MissingPackageError: ``wandb`` is not installed.
     """
     if importlib.util.find_spec("wandb") is None:
         raise MissingPackageError(
@@ -88,8 +87,7 @@ class CsvSink:
 class WandbSink:
     """Weights & Biases; the run id is kept in the run directory, so a resumed run continues it.
 
-    Raises:
-        MissingPackageError: ``wandb`` is not installed.
+    Raises MissingPackageError: ``wandb`` is not installed.
     """
 
     def __init__(

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from megatron_patch.runtime.environment import TORCHRUN_VARIABLES
 from megatron_patch.schema.problem import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 PIPELINE_SEED_STRIDE = 100  # as Megatron-LM: stages draw different initial weights
+AXES = ("tp", "pp", "cp", "dp", "ep")
 
 
 _own_port: str | None = None
@@ -55,11 +52,6 @@ class Layout:
     ep_size: int
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the last pipeline stage (loss)."""
-        return self.pp_rank == self.pp_size - 1
-
-    @property
     def print_rank(self) -> bool:
         """Whether this rank writes to console, logs and the run directory."""
         return self.rank == 0
@@ -67,25 +59,24 @@ class Layout:
     @property
     def reports_loss(self) -> bool:
         """Whether this rank's loss counts in global sums: last stage, one of the TP replicas."""
-        return self.is_last_stage and self.tp_rank == 0
+        return self.pp_rank == self.pp_size - 1 and self.tp_rank == 0
 
     def describe(self) -> str:
         """``rank 3 (tp 1, pp 0, cp 0, dp 1, ep 0)``."""
-        axes = ("tp", "pp", "cp", "dp", "ep")
-        where = ", ".join(f"{a} {getattr(self, a + '_rank')}" for a in axes)
+        where = ", ".join(f"{a} {getattr(self, a + '_rank')}" for a in AXES)
         return f"rank {self.rank} ({where})"
 
-
-def model_parallel_size(run: RunConfig) -> int:
-    """Ranks that together hold one replica: tensor x pipeline x context parallel."""
-    p = run.parallel
-    return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+    def sizes(self, form: str) -> dict[str, int]:
+        """World size, and that of every axis under ``form`` with its name."""
+        sizes = {form.format(axis): getattr(self, f"{axis}_size") for axis in AXES}
+        return {"world_size": self.world_size, **sizes}
 
 
 def world_size_problems(run: RunConfig, world_size: int) -> Iterator[Problem]:
     """What does not fit ``world_size`` ranks: divisibility of ranks, experts and batch."""
     p, t = run.parallel, run.training
-    replica = model_parallel_size(run)
+    replica = p.tensor_model_parallel_size * p.pipeline_model_parallel_size
+    replica *= p.context_parallel_size
     if world_size % replica:
         yield Problem(
             "parallel",
@@ -133,8 +124,7 @@ def world_size_problems(run: RunConfig, world_size: int) -> Iterator[Problem]:
 def check_world_size(run: RunConfig, world_size: int) -> None:
     """Refuse a world the configuration cannot be laid out over.
 
-    Raises:
-        LayoutError: with every problem found.
+    Raises LayoutError: with every problem found.
     """
     problems = list(world_size_problems(run, world_size))
     if problems:
@@ -152,8 +142,7 @@ def _launch_environment() -> tuple[int, int, int, torch.distributed.Store | None
     Its store listens from here on: a port that was only looked for could be another process's by
     the time it is used.
 
-    Raises:
-        LayoutError: the environment holds some of torchrun's variables but not all.
+    Raises LayoutError: the environment holds some of torchrun's variables but not all.
     """
     store: torch.distributed.Store | None = None
     global _own_port
@@ -187,9 +176,8 @@ def initialize(run: RunConfig) -> Layout:
 
     Under CPU mode (``core_patches.cpu_mode.install`` must have run) the backend is gloo.
 
-    Raises:
-        LayoutError: the configuration does not fit the ranks started, or the environment is
-            incomplete, or there is no GPU for this rank.
+    Raises LayoutError: the configuration does not fit the ranks started, or the environment is
+    incomplete, or there is no GPU for this rank.
     """
     rank, world_size, local_rank, store = _launch_environment()
     check_world_size(run, world_size)
@@ -200,15 +188,11 @@ def initialize(run: RunConfig) -> Layout:
     else:
         count = torch.cuda.device_count()
         if local_rank >= count:
-            raise LayoutError(
-                [
-                    Problem(
-                        "training.device",
-                        f"cuda: local rank {local_rank} has no GPU, {count} visible; start at most "
-                        f"{count} ranks a node, or set training.device: cpu",
-                    )
-                ]
+            text = (
+                f"cuda: local rank {local_rank} has no GPU, {count} visible; start at most "
+                f"{count} ranks a node, or set training.device: cpu"
             )
+            raise LayoutError([Problem("training.device", text)])
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
@@ -221,8 +205,9 @@ def initialize(run: RunConfig) -> Layout:
         store=store,
     )
     _megatron_groups(run)
-    _seed(run)
-    return _layout(rank, world_size, local_rank, device=device)
+    layout = _layout(rank, world_size, local_rank, device=device)
+    seed_streams(run.training.seed, layout.pp_rank)
+    return layout
 
 
 def _megatron_groups(run: RunConfig) -> None:
@@ -246,12 +231,11 @@ def _megatron_groups(run: RunConfig) -> None:
     )
 
 
-def _seed(run: RunConfig) -> None:
+def seed_streams(seed: int, pp_rank: int) -> None:
     """Python, NumPy, torch and Megatron's tracked streams, as Megatron-LM seeds them."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
 
-    seed = run.training.seed
-    seed += PIPELINE_SEED_STRIDE * parallel_state.get_pipeline_model_parallel_rank()
+    seed += PIPELINE_SEED_STRIDE * pp_rank
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -261,22 +245,14 @@ def _seed(run: RunConfig) -> None:
 def _layout(rank: int, world_size: int, local_rank: int, *, device: torch.device) -> Layout:
     from megatron.core import parallel_state as ps
 
-    return Layout(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        device=device,
-        tp_rank=ps.get_tensor_model_parallel_rank(),
-        tp_size=ps.get_tensor_model_parallel_world_size(),
-        pp_rank=ps.get_pipeline_model_parallel_rank(),
-        pp_size=ps.get_pipeline_model_parallel_world_size(),
-        cp_rank=ps.get_context_parallel_rank(),
-        cp_size=ps.get_context_parallel_world_size(),
-        dp_rank=ps.get_data_parallel_rank(),
-        dp_size=ps.get_data_parallel_world_size(),
-        ep_rank=ps.get_expert_model_parallel_rank(),
-        ep_size=ps.get_expert_model_parallel_world_size(),
-    )
+    names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "dp": "data",
+             "ep": "expert_model"}  # fmt: skip
+    places = {
+        f"{axis}_{short}": getattr(ps, f"get_{name}_parallel_{what}")()
+        for axis, name in names.items()
+        for short, what in (("rank", "rank"), ("size", "world_size"))
+    }
+    return Layout(rank, world_size, local_rank, device, **places)
 
 
 def destroy() -> None:

@@ -85,7 +85,8 @@ class Activations:
         found.append(SavedTensor("input norm output", n.hidden))
         found += self.attention() if self.model.mla is None else self.latent(self.model.mla)
         found += self.kernel()
-        found += self.dropout_masks()
+        if self.model.hidden_dropout:  # one byte an element, for both residual branches
+            found.append(SavedTensor("dropout masks", 2 * n.S * n.h))
         found += self.norm("pre-MLP norm", n.S, n.h, size=n.residual)
         found.append(SavedTensor("pre-MLP norm output", n.hidden))
         return found + self.feed_forward(number)
@@ -149,12 +150,6 @@ class Activations:
         if "core_attn" in self.modules:
             return [out]
         return [out, SavedTensor("LSE, low part of O, scores", rest, kernel=True)]
-
-    def dropout_masks(self) -> list[SavedTensor]:
-        """One byte an element, for both residual branches."""
-        if self.model.hidden_dropout == 0:
-            return []
-        return [SavedTensor("dropout masks", 2 * self.n.S * self.n.h)]
 
     def feed_forward(self, number: int) -> list[SavedTensor]:
         """MLP or experts of layer ``number``."""

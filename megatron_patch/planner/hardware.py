@@ -68,8 +68,7 @@ GPUS = {
 def gpu_named(name: str) -> Gpu:
     """The GPU called ``name``.
 
-    Raises:
-        ConfigError: it is not in the table.
+    Raises ConfigError: it is not in the table.
     """
     if name.lower() in GPUS:
         return GPUS[name.lower()]

@@ -56,18 +56,13 @@ class Layout:
 
     def group(self, axis: str) -> Group:
         """The group along ``axis``: tp, cp, dp, dp_cp, pp, etp, ep, edp."""
+        tp, cp, dp, etp, ep = self.tp, self.cp, self.dp, self.etp, self.ep
         strides = {
-            "tp": (self.tp, 1),
-            "cp": (self.cp, self.tp),
-            "dp": (self.dp, self.tp * self.cp),
-            "dp_cp": (self.dp * self.cp, self.tp),
-            "pp": (self.pp, self.tp * self.cp * self.dp),
-            "etp": (self.etp, 1),
-            "ep": (self.ep, self.etp),
-            "edp": (self.edp, self.etp * self.ep),
-        }
-        size, stride = strides[axis]
-        return Group(axis, size, stride, self.gpus_per_node)
+            "tp": (tp, 1), "cp": (cp, tp), "dp": (dp, tp * cp), "dp_cp": (dp * cp, tp),
+            "pp": (self.pp, tp * cp * dp), "etp": (etp, 1), "ep": (ep, etp),
+            "edp": (self.edp, etp * ep),
+        }  # fmt: skip
+        return Group(axis, *strides[axis], self.gpus_per_node)
 
     def describe(self) -> str:
         """``TP8 x CP2 x PP4 x DP16``, and the expert groups where there are any."""

@@ -124,12 +124,7 @@ def make_plan(run: RunConfig, machine: Machine, vocabulary: Vocabulary) -> Plan:
     """The plan of a run that `problems_of` has nothing against."""
     layout = layout_of(run, machine.nodes, machine.gpus_per_node)
     rows = padded(run, vocabulary.ids)
-    return Plan(
-        run=run,
-        machine=machine,
-        layout=layout,
-        vocabulary=Vocabulary(vocabulary.ids, rows, vocabulary.origin),
-        counts=model_counts(run, rows),
-        stages=memory_of(run, layout, rows),
-        speed=speed_of(run, layout, machine.gpu, rows),
-    )
+    counts, stages = model_counts(run, rows), memory_of(run, layout, rows)
+    speed = speed_of(run, layout, machine.gpu, rows)
+    named = Vocabulary(vocabulary.ids, rows, vocabulary.origin)
+    return Plan(run, machine, layout, named, counts, stages, speed)

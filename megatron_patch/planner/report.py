@@ -91,13 +91,11 @@ def _memory(plan: Plan) -> list[str]:
         row = [str(stage.stage), str(len(stage.layers)), f"{states.parameters:,}"]
         sizes = [*(stack[name] for name, _ in COLUMNS), stage.total]
         rows.append(row + [f"{size / GIB:.2f}" for size in sizes])
-    worst = plan.worst
-    verdict = (
-        f"fits: {plan.room:.1f} GiB of {plan.machine.gpu.memory:g} left on stage {worst.stage}"
-        if plan.fits
-        else f"DOES NOT FIT: stage {worst.stage} needs {worst.total / GIB:.1f} GiB of "
-        f"{plan.machine.gpu.memory:g}"
-    )
+    worst, whole = plan.worst, f"{plan.machine.gpu.memory:g}"
+    verdict = f"fits: {plan.room:.1f} GiB of {whole} left on stage {worst.stage}"
+    if not plan.fits:
+        need = f"{worst.total / GIB:.1f} GiB of {whole}"
+        verdict = f"DOES NOT FIT: stage {worst.stage} needs {need}"
     return [
         "Memory of one GPU, GiB (per pipeline stage)",
         *_table(rows),
@@ -240,8 +238,7 @@ def _stage(plan: Plan, stage: StageMemory) -> dict[str, Any]:
 def draw(plan: Plan, path: Path) -> None:
     """A bar a pipeline stage, its parts stacked, and the GPU's capacity as a line.
 
-    Raises:
-        ConfigError: the picture cannot be written.
+    Raises ConfigError: the picture cannot be written.
     """
     wrong = "is a directory" if path.is_dir() else "" if path.suffix else "has no ending"
     if wrong:  # matplotlib would write a file beside it

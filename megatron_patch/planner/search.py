@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from megatron_patch.config import checks
 from megatron_patch.planner.layout import layout_of
@@ -83,28 +84,23 @@ def _candidates(run: RunConfig, machine: Machine) -> Iterator[RunConfig]:
     for tp, pp, cp in product(tps, pps, cps):
         if world % (tp * pp * cp):
             continue
+        # What belongs to a number of stages, or of context-parallel ranks, goes with it.
+        gone = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last") if pp != own]
+        gone += ["hierarchical_context_parallel_sizes"] * (cp != p.context_parallel_size)
+        sizes: dict[str, Any] = dict.fromkeys(gone)
         parallel = replace(
-            p,
-            tensor_model_parallel_size=tp,
-            sequence_parallel=tp > 1,
-            pipeline_model_parallel_size=pp,
-            virtual_pipeline_model_parallel_size=_virtual(run, pp),
-            num_layers_in_first_pipeline_stage=(
-                p.num_layers_in_first_pipeline_stage if pp == own else None
-            ),
-            num_layers_in_last_pipeline_stage=(
-                p.num_layers_in_last_pipeline_stage if pp == own else None
-            ),
-            context_parallel_size=cp,
-            hierarchical_context_parallel_sizes=(
-                p.hierarchical_context_parallel_sizes if cp == p.context_parallel_size else None
-            ),
-        )
+            p, tensor_model_parallel_size=tp, sequence_parallel=tp > 1, context_parallel_size=cp,
+            pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=_virtual(run, pp),
+            **sizes,
+        )  # fmt: skip
         dp = world // (tp * pp * cp)
-        for micro, recompute in product(_micro_batches(run, dp), _recompute(run)):
+        own_way = run.training.recompute
+        ways = [own_way, *(way for way in RECOMPUTE if way != own_way)]
+        for micro, recompute in product(_micro_batches(run, dp), ways):
             training = replace(run.training, micro_batch_size=micro, recompute=recompute)
             candidate = replace(run, parallel=parallel, training=training)
-            if not any(_complaints(candidate, machine)):
+            sections = ("parallel", "model", "training", "attention")
+            if not any((*checks.problems(candidate, sections), *problems_of(candidate, machine))):
                 yield candidate
 
 
@@ -128,16 +124,6 @@ def _micro_batches(run: RunConfig, dp: int) -> list[int]:
             break
         size //= 2
     return sizes
-
-
-def _recompute(run: RunConfig) -> list[RecomputeConfig]:
-    own = run.training.recompute
-    return [own, *(r for r in RECOMPUTE if r != own)]
-
-
-def _complaints(run: RunConfig, machine: Machine) -> Iterator[object]:
-    yield from checks.problems(run, ("parallel", "model", "training", "attention"))
-    yield from problems_of(run, machine)
 
 
 def _fits(run: RunConfig, machine: Machine, vocabulary: Vocabulary) -> bool:

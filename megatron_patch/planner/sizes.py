@@ -84,19 +84,8 @@ def rank_shapes(run: RunConfig, vocab: int) -> RankShapes:
         d = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim
     w = 2 if run.training.precision == "bf16" else 4
     return RankShapes(
-        w=w,
-        T=s * b,
-        S=s * b // (tp if p.sequence_parallel else 1),
-        s=s,
-        b=b,
-        h=model.hidden_size,
-        q=q // tp,
-        g=max(1, groups // tp),
-        d=d,
-        dv=dv,
-        tp=tp,
-        sp=p.sequence_parallel,
-        vocab=vocab // tp,
+        w=w, T=s * b, S=s * b // (tp if p.sequence_parallel else 1), s=s, b=b,
+        h=model.hidden_size, q=q // tp, g=max(1, groups // tp), d=d, dv=dv, tp=tp,
+        sp=p.sequence_parallel, vocab=vocab // tp, shared=max(1, tp // groups),
         residual=4 if model.fp32_residual_connection else w,
-        shared=max(1, tp // groups),
-    )
+    )  # fmt: skip

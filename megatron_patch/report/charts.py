@@ -129,8 +129,7 @@ def draw_png(runs: Sequence[Path], out: Path) -> None:
 
     Dotted verticals mark restarts. The directory of ``out`` is made.
 
-    Raises:
-        ReportError: one of the runs has nothing to draw, or ``out`` cannot be written.
+    Raises ReportError: one of the runs has nothing to draw, or ``out`` cannot be written.
     """
     from matplotlib.figure import Figure
 

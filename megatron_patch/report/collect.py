@@ -82,8 +82,7 @@ class RunFacts:
 def collect(run_dir: Path) -> RunFacts:
     """Read a run directory.
 
-    Raises:
-        ReportError: it is no run directory.
+    Raises ReportError: it is no run directory.
     """
     if not run_dir.is_dir():
         raise ReportError(f"{run_dir}: no such directory; give the directory of a run")
@@ -92,12 +91,14 @@ def collect(run_dir: Path) -> RunFacts:
         raise ReportError(f"{text}; {_runs_below(run_dir)}")
     facts = RunFacts(name=run_dir.resolve().name)
     facts.columns = read_metrics(run_dir / "metrics.csv")
-    facts.config = list(_config(run_dir, facts.notes))
+    origins = dict(_yaml(run_dir / "origins.yaml", []))
+    found = _yaml(run_dir / "config.yaml", facts.notes)
+    facts.config = [(key, value, origins.get(key, "")) for key, value in found]
     facts.name = facts.value("name", facts.name)
     facts.attempts = _attempts(run_dir, facts.notes)
     log = _tail(run_dir / "train.log")
-    logged = [found for line in log.splitlines() if (found := _EVENT.match(line[:2000]))]
-    facts.events = [(found["utc"], found["text"][:500]) for found in logged[-MAX_EVENTS:]]
+    logged = [event for line in log.splitlines() if (event := _EVENT.match(line[:2000]))]
+    facts.events = [(event["utc"], event["text"][:500]) for event in logged[-MAX_EVENTS:]]
     facts.events += _recorded(run_dir, facts.notes)
     facts.state, facts.why = _state(run_dir, facts, log)
     _read_telemetry(run_dir, facts)
@@ -136,13 +137,6 @@ def _number(value: str) -> float:
         return float(value) if value else math.nan
     except ValueError:
         return math.nan
-
-
-def _config(run_dir: Path, notes: list[str]) -> Iterator[tuple[str, str, str]]:
-    """(key, value, origin) of the resolved configuration."""
-    origins = dict(_yaml(run_dir / "origins.yaml", []))
-    for key, value in _yaml(run_dir / "config.yaml", notes):
-        yield key, value, origins.get(key, "")
 
 
 def _yaml(path: Path, notes: list[str]) -> list[tuple[str, str]]:

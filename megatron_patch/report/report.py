@@ -26,15 +26,9 @@ WINDOW = 50
 RISE = 0.5
 """nats above the lowest loss before, from which a loss has risen."""
 GOOD, FAIR, BAD, NONE = "good", "watch", "bad", "none"
-_STATES = {
-    "finished": GOOD,
-    "running": GOOD,
-    "stopped": FAIR,
-    "interrupted": FAIR,
-    "guarded": BAD,  # in danger, and the same command would stop again
-    "failed": BAD,
-    "non-finite": BAD,
-}
+# Guarded: in danger, and the same command would stop again.
+_STATES = {"finished": GOOD, "running": GOOD, "stopped": FAIR, "interrupted": FAIR,
+           "guarded": BAD, "failed": BAD, "non-finite": BAD}  # fmt: skip
 CURVES = (
     ("loss", "Loss", "nats per token", False),
     ("grad_norm", "Gradient norm before clipping", "norm", True),
@@ -125,8 +119,7 @@ class HeadMap(NamedTuple):
 def write(run_dir: Path, out: Path) -> None:
     """Write the report of a run.
 
-    Raises:
-        ReportError: ``run_dir`` is no run directory, or ``out`` cannot be written.
+    Raises ReportError: ``run_dir`` is no run directory, or ``out`` cannot be written.
     """
     facts = collect(run_dir)  # first: where there is no run, there is no place for its report
     if out.is_dir():

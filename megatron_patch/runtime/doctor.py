@@ -77,8 +77,7 @@ def run(out: TextIO | None = None) -> int:
 def _guarded(title: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """``check``, whose own failure is a finding: a broken install raises anything."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield from check()
     except Exception as error:
         yield broken(title, _reason(error))

@@ -18,16 +18,9 @@ from typing import Any
 import megatron_patch
 
 DISTRIBUTIONS = (
-    "megatron-patch-stable",
-    "torch",
-    "triton",
-    "megatron-core",
-    "nvidia-resiliency-ext",
-    "transformer-engine",
-    "apex",
-    "numpy",
-    "psutil",
-)
+    "megatron-patch-stable", "torch", "triton", "megatron-core", "nvidia-resiliency-ext",
+    "transformer-engine", "apex", "numpy", "psutil",
+)  # fmt: skip
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher tells every rank."""
 NVRX, NVRX_CORE = "nvidia-resiliency-ext", (0, 6)
@@ -57,8 +50,7 @@ def hide_old_nvrx() -> str | None:
     Nothing of it is used in a rank; ft_launcher is another process. Call it before Megatron's
     import.
 
-    Returns:
-        The version that was hidden; None: there was none to hide.
+    Returns the version that was hidden; None: there was none to hide.
     """
     found = version(NVRX)
     if found is None:
@@ -70,13 +62,8 @@ def hide_old_nvrx() -> str | None:
     return found
 
 
-GPU_PACKAGES = (
-    "transformer_engine",
-    "transformer_engine_torch",
-    "apex",
-    "amp_C",
-    "fused_weight_gradient_mlp_cuda",
-)
+GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C",
+                "fused_weight_gradient_mlp_cuda")  # fmt: skip
 """What Megatron-Core takes wherever it can be imported, although it computes on GPUs only."""
 
 
@@ -86,8 +73,7 @@ def hide_gpu_packages() -> list[str]:
     Core's norms, its AdamW, its router and more call them with any tensor. Call it before
     Megatron's import; what has been imported already stays.
 
-    Returns:
-        Names that were hidden, to be taken out of ``sys.modules`` again.
+    Returns names that were hidden, to be taken out of ``sys.modules`` again.
     """
     hidden = [name for name in GPU_PACKAGES if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
@@ -121,12 +107,8 @@ def cudnn_conflict() -> str | None:
 
 def report() -> dict[str, Any]:
     """Versions (None: not installed), devices and commit, ready for JSON."""
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "commit": commit(),
-    }
-    found |= {name: version(name) for name in DISTRIBUTIONS}
+    found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
+    found |= {"commit": commit()} | {name: version(name) for name in DISTRIBUTIONS}
     found["megatron-patch-stable"] = megatron_patch.__version__
     found["apex_cuda_extensions"] = importlib.util.find_spec("amp_C") is not None
     return found | devices()
@@ -204,8 +186,7 @@ def other_copies() -> list[str]:
 def visible_devices(wanted: Sequence[int]) -> str:
     """CUDA_VISIBLE_DEVICES of a child: GPUs by their number among those that this process sees.
 
-    Raises:
-        ValueError: this process sees fewer.
+    Raises ValueError: this process sees fewer.
     """
     mine = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if not mine:

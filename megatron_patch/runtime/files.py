@@ -60,8 +60,7 @@ def write_named(path: Path, content: str | bytes) -> None:
     A link stays and what it points to is written. A character device or a FIFO is written into, as
     is whatever standard output goes to, under any of its names.
 
-    Raises:
-        OSError: it is a directory, a block device or a socket; or it cannot be written.
+    Raises OSError: it is a directory, a block device or a socket; or it cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
     if is_standard_output(path):
@@ -94,8 +93,7 @@ def is_standard_output(path: Path) -> bool:
 def write_all(handle: int, data: bytes) -> None:
     """Write to a file descriptor; where the room ends in the middle the system writes less.
 
-    Raises:
-        OSError: not all of it was written.
+    Raises OSError: not all of it was written.
     """
     left = memoryview(data)
     while left:
@@ -105,8 +103,7 @@ def write_all(handle: int, data: bytes) -> None:
 def check_file(path: Path, *, appended: bool) -> None:
     """Whether a file that will be appended to, or read and replaced, can be, if it is there.
 
-    Raises:
-        OSError: it is a directory, lies below something that is none, or is not ours.
+    Raises OSError: it is a directory, lies below something that is none, or is not ours.
     """
     mode = os.O_WRONLY | os.O_APPEND if appended else os.O_RDONLY
     try:

@@ -22,8 +22,7 @@ LOOK_SECONDS = 0.2
 class KeptHandlers:
     """Python handlers that no native library replaces for longer than `LOOK_SECONDS`.
 
-    Args:
-        handlers: for each signal what ``signal.signal`` takes.
+    ``handlers``: for each signal what ``signal.signal`` takes.
 
     Use in the main thread: Python sets handlers in no other.
     """

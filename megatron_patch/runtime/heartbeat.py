@@ -105,8 +105,7 @@ def phase(name: str, *, then: str | None = None) -> Iterator[None]:
 class Heartbeat:
     """Tells the pulse and, on the first rank, the launcher's file which step has begun.
 
-    Args:
-        rank: this process's rank; only rank 0 writes (one ``pwrite`` a step).
+    ``rank``: this process's rank; only rank 0 writes (one ``pwrite`` a step).
     """
 
     def __init__(self, rank: int) -> None:

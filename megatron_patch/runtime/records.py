@@ -184,8 +184,7 @@ class StepCsv(AppendOnlyFile):
         path: of the table.
         columns: names after the first two.
 
-    Raises:
-        DamagedError: the first line holds no column names, or rows are longer than it.
+    Raises DamagedError: the first line holds no column names, or rows are longer than it.
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
@@ -372,8 +371,7 @@ def append_line(path: Path, line: str) -> None:
         path: created where it does not exist.
         line: without its end.
 
-    Raises:
-        OSError: it could not be written, or not all of it.
+    Raises OSError: it could not be written, or not all of it.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:

@@ -265,10 +265,8 @@ class ClusterConfig:
                     "digits and . _ : / + , @ % * = -",
                 )
             elif match[1] in SBATCH_MANAGED:
-                text = (
-                    "launch sets it, or needs it as it is: use the keys of cluster, or leave it out"
-                )
-                yield Problem(path, f"{option[:80]!r}: {text}")
+                text = f"{option[:80]!r}: launch sets it, or needs it as it is: use the keys of "
+                yield Problem(path, f"{text}cluster, or leave it out")
             elif match[1] in names:
                 yield Problem(path, f"--{match[1]} is given twice")
             names.append(match[1] if match else "")
@@ -285,9 +283,8 @@ class ClusterConfig:
                 "(cluster.gpus_per_node)",
             )
         p = self.preflight
-        for name, number in (("min_free_gb", p.min_free_gb),
-                             ("max_clock_skew_seconds", p.max_clock_skew_seconds)):  # fmt: skip
-            if number < 0:
+        for name in ("min_free_gb", "max_clock_skew_seconds"):
+            if (number := getattr(p, name)) < 0:
                 yield Problem(f"cluster.preflight.{name}", f"{number}: must be 0 or more")
         low, high = TOLERANCE
         if not low <= p.tolerance <= high:

@@ -59,11 +59,6 @@ def _end_of_document(run: RunConfig) -> int | None:
     return 256 if given is None and kind == "bytes" else given
 
 
-def _expert_width(run: RunConfig) -> int | None:
-    moe = run.model.moe
-    return None if moe is None else model.expert_ffn_hidden_size(run.model, moe)
-
-
 def masks_ends(run: RunConfig) -> bool:
     """Whether end-of-document tokens carry no loss."""
     return run.data.eod_mask_loss or run.data.document_attention
@@ -75,11 +70,6 @@ def _resets_positions(run: RunConfig) -> bool:
     return resets and run.model.position_embedding == "learned_absolute"
 
 
-def _window(run: RunConfig) -> list[int] | None:
-    """Attention is causal: nothing to the right is ever visible."""
-    return run.model.window and [run.model.window[0], 0]
-
-
 DERIVED: dict[str, Callable[[RunConfig], Any]] = {
     "run_dir": lambda run: str(run.directory),
     "checkpoint.directory": lambda run: str(run.checkpoint_directory),
@@ -87,9 +77,12 @@ DERIVED: dict[str, Callable[[RunConfig], Any]] = {
     "model.kv_channels": lambda run: model.attention_head_dim(run.model),
     "model.ffn_hidden_size": lambda run: model.ffn_hidden_size(run.model),
     "model.max_position_embeddings": lambda run: model.longest_sequence(run.model),
-    "model.window": _window,
+    # Attention is causal: nothing to the right is ever visible.
+    "model.window": lambda run: run.model.window and [run.model.window[0], 0],
     "model.window_skip_freq": lambda run: model.windowed_layers(run.model),
-    "model.moe.ffn_hidden_size": _expert_width,
+    "model.moe.ffn_hidden_size": (
+        lambda run: run.model.moe and model.expert_ffn_hidden_size(run.model, run.model.moe)
+    ),
     "model.moe.layer_freq": lambda run: model.moe_layers(run.model),
     "optimizer.decay_steps": decay_steps,
     "data.seed": data_seed,

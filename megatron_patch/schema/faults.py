@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_patch.schema.problem import Problem
+from megatron_patch.schema.problem import Problem, at_least, more_than_0
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -63,10 +63,8 @@ class FaultsConfig:
         if self.straggler_interval is not None and self.straggler_interval < 1:
             text = f"{self.straggler_interval}: at least 1, or null"
             yield Problem("faults.straggler_interval", text)
-        if not self.straggler_mads > 0:
-            yield Problem("faults.straggler_mads", f"{self.straggler_mads}: must be more than 0")
-        if not self.straggler_ratio >= 1:
-            yield Problem("faults.straggler_ratio", f"{self.straggler_ratio}: must be at least 1")
+        yield from more_than_0("faults", self, "straggler_mads")
+        yield from at_least("faults", self, {"straggler_ratio": 1})
         yield from self._spike()
 
     def _spike(self) -> Iterator[Problem]:
@@ -80,10 +78,8 @@ class FaultsConfig:
         elif not 4 <= s.min_history <= s.window:
             text = f"{s.min_history}: must be between 4 and faults.spike.window ({s.window})"
             yield Problem("faults.spike.min_history", text)
-        for name, least in (("rewind_margin", 0), ("rewind_skip", 1), ("max_rewinds", 1)):
-            value = getattr(s, name)
-            if value is not None and value < least:
-                yield Problem(f"faults.spike.{name}", f"{value}: must be at least {least}")
+        least = {"rewind_margin": 0, "rewind_skip": 1, "max_rewinds": 1}
+        yield from at_least("faults.spike", s, least)
         if s.action in ("skip", "rewind") and s.loss_z is None and s.grad_norm_z is None:
             text = f"{s.action}, but neither loss_z nor grad_norm_z is judged; set one of them"
             yield Problem("faults.spike.action", text)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_patch.schema.problem import Problem
+from megatron_patch.schema.problem import Problem, at_least, more_than_0
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -39,7 +39,5 @@ class LoggingConfig:
     """Dense BF16 peak of one device, for MFU; default: known from the device's name."""
 
     def problems(self) -> Iterator[Problem]:
-        if self.interval < 1:
-            yield Problem("logging.interval", f"{self.interval}: must be at least 1")
-        if self.peak_tflops is not None and not self.peak_tflops > 0:
-            yield Problem("logging.peak_tflops", f"{self.peak_tflops}: must be more than 0")
+        yield from at_least("logging", self, {"interval": 1})
+        yield from more_than_0("logging", self, "peak_tflops")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_patch.schema.problem import Problem, at_least
+from megatron_patch.schema.problem import Problem, at_least, more_than_0
 
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
@@ -59,9 +59,7 @@ class ParallelConfig:
         kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context",
                  "expert_model", "expert_tensor")  # fmt: skip
         yield from at_least("parallel", self, {f"{kind}_parallel_size": 1 for kind in kinds})
-        if not self.distributed_timeout_minutes > 0:
-            text = f"{self.distributed_timeout_minutes}: must be more than 0"
-            yield Problem("parallel.distributed_timeout_minutes", text)
+        yield from more_than_0("parallel", self, "distributed_timeout_minutes")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             yield Problem(
                 "parallel.sequence_parallel",
@@ -93,10 +91,8 @@ class ParallelConfig:
 
     def stage_layers(self, layers: int) -> list[int] | None:
         """How many of the layers every pipeline stage holds; None: they cannot be dealt out."""
-        first, last = (
-            self.num_layers_in_first_pipeline_stage,
-            self.num_layers_in_last_pipeline_stage,
-        )
+        first = self.num_layers_in_first_pipeline_stage
+        last = self.num_layers_in_last_pipeline_stage
         given = [n for n in (first, last) if n is not None]
         others = self.pipeline_model_parallel_size - len(given)
         rest = layers - sum(given)

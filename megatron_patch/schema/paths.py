@@ -34,9 +34,8 @@ def expand(text: str, *, for_job: bool = False) -> str:
             ``./~x`` a name that begins with ``~``.
         for_job: the path is for a job on other machines: `NODE_ONLY` variables are refused.
 
-    Raises:
-        PathError: empty; a variable is unknown, empty or no path; there is no such user; or
-            something here has the unexpanded text as its name.
+    Raises PathError: empty; a variable is unknown, empty or no path; there is no such user; or
+    something here has the unexpanded text as its name.
     """
     if not text.strip():
         raise PathError("is empty; name a file or directory, or leave it out for the default")
@@ -50,9 +49,10 @@ def expand(text: str, *, for_job: bool = False) -> str:
 
     found = _home(_DOLLAR.sub(value, text), text)
     if found != text and os.path.lexists(text):
+        literal = written(f"./{text}" if text.startswith("~") else text)
         raise PathError(
             f"{text!r} now means {found}, but something here has that very name (earlier versions "
-            f"did not expand it): move it there, or write {_literal(text)} for it"
+            f"did not expand it): move it there, or write {literal} for it"
         )
     return found
 
@@ -100,11 +100,6 @@ def _home(path: str, text: str) -> str:
     if not os.path.isabs(home):
         raise PathError(f"{text!r}: HOME is {home!r}, not an absolute path; write the path out")
     return home.rstrip("/") + slash + rest or "/"
-
-
-def _literal(name: str) -> str:
-    """How a name that looks like something to expand is written."""
-    return written(f"./{name}" if name.startswith("~") else name)
 
 
 def written(path: str) -> str:

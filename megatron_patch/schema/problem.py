@@ -72,6 +72,14 @@ def at_least(prefix: str, section: object, least: Mapping[str, float]) -> Iterat
             yield Problem(f"{prefix}.{name}", f"{value}: must be at least {minimum}")
 
 
+def more_than_0(prefix: str, section: object, *names: str) -> Iterator[Problem]:
+    """A problem for every such key that is set and not above 0."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not value > 0:
+            yield Problem(f"{prefix}.{name}", f"{value}: must be more than 0")
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be used; the text lists every problem with file and line.
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from megatron_patch.schema.problem import Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)

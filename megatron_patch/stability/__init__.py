@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatron_patch.schema.stability import StabilityConfig as MonitorOptions
+
 if TYPE_CHECKING:
-    from megatron_patch.schema.stability import StabilityConfig as MonitorOptions
     from megatron_patch.stability.monitor import AttentionMonitor
 
 __all__ = ["AttentionMonitor", "MonitorOptions"]
@@ -20,8 +21,4 @@ def __getattr__(name: str) -> Any:
         from megatron_patch.stability.monitor import AttentionMonitor
 
         return AttentionMonitor
-    if name == "MonitorOptions":
-        from megatron_patch.schema.stability import StabilityConfig
-
-        return StabilityConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

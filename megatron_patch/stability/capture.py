@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,23 +27,19 @@ import torch
 from megatron_patch.context_parallel import layout
 from megatron_patch.runtime.files import replacing
 from megatron_patch.runtime.records import BestEffort
+from megatron_patch.schema.stability import StabilityConfig
+from megatron_patch.stability.groups import Groups
 from megatron_patch.stability.names import LEVELS, error_to_signal
 from megatron_patch.stability.observe import ObservationRequest, Seen
 from megatron_patch.stability.sampling import gather
+from megatron_patch.stability.warning import Verdict
 from megatron_patch.stability.weights import exact_norms
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.stability import StabilityConfig
-    from megatron_patch.stability.groups import Groups
-    from megatron_patch.stability.warning import Verdict
 
 log = logging.getLogger(__name__)
 
 FORMAT = 4
-BEFORE: dict[int, dict[str, Any]] = {
-    2: {"norms_exact": False, "variant": None},
-    3: {"variant": None},
-}
+BEFORE: dict[int, dict[str, Any]]
+BEFORE = {2: {"norms_exact": False, "variant": None}, 3: {"variant": None}}
 """Read too: what such a file does not hold. The spectral norms of format 2 are lower bounds;
 neither names variants."""
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -106,8 +102,7 @@ class CaptureFile:
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all.
 
-        Raises:
-            OSError: it could not be written.
+        Raises OSError: it could not be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         names = (f.name for f in fields(self))
@@ -143,11 +138,8 @@ class CaptureFile:
             raise CaptureError(f"{path} is not a capture of format {read}")
         content = BEFORE.get(found, {}) | content
         names = {f.name for f in fields(cls)}
-        odd = [
-            f"{what} {', '.join(sorted(map(str, keys)))}"
-            for what, keys in (("lacks", names - set(content)), ("has", set(content) - names))
-            if keys
-        ]
+        differs = (("lacks", names - set(content)), ("has", set(content) - names))
+        odd = [f"{what} {', '.join(sorted(map(str, keys)))}" for what, keys in differs if keys]
         if odd:
             text = f"{path} is not a capture of format {found}: it {' and '.join(odd)}"
             raise CaptureError(text)
@@ -190,10 +182,6 @@ def _is_count(x: Any) -> bool:
     return type(x) is int and x >= 0
 
 
-def _is_number(x: Any) -> bool:
-    return type(x) in (int, float) and math.isfinite(x)
-
-
 def _is_tensor(x: Any, dims: int) -> bool:
     return (
         isinstance(x, torch.Tensor)
@@ -218,8 +206,8 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sinks wq_norm wk_norm", lambda x: x is None or _is_tensor(x, 1),
      "a floating tensor [heads] or None"),
     ("causal norms_exact", lambda x: isinstance(x, bool), "True or False"),
-    ("scale", lambda x: _is_number(x) and x > 0, "a finite number above 0"),
-    ("dropout_p", lambda x: _is_number(x) and 0 <= x <= 1, "a number from 0 to 1"),
+    ("scale", lambda x: type(x) in (int, float) and 0 < x < math.inf, "a finite number above 0"),
+    ("dropout_p", lambda x: type(x) in (int, float) and 0 <= x <= 1, "a number from 0 to 1"),
     ("window", lambda x: x is None or (isinstance(x, list) and [type(i) for i in x] == [int, int]),
      "None or two whole numbers [left, right], -1 for no limit"),
     ("layout", lambda x: isinstance(x, str) and x == "sbhd", "'sbhd'"),
@@ -271,13 +259,7 @@ class Capturer:
     """
 
     def __init__(
-        self,
-        options: StabilityConfig,
-        groups: Groups,
-        folder: Path,
-        *,
-        name: str,
-        per_kv_head: int,
+        self, options: StabilityConfig, groups: Groups, folder: Path, *, name: str, per_kv_head: int
     ) -> None:
         self._options, self._groups, self._folder = options, groups, folder
         self._name, self._per_kv_head = name, per_kv_head
@@ -295,8 +277,7 @@ class Capturer:
     def see(self, verdict: Verdict, by_head: Mapping[str, np.ndarray]) -> str | None:
         """Capture the next step at the first sign of each kind; the same call on all ranks.
 
-        Returns:
-            A line for people, where there is nothing to capture.
+        Returns a line for people, where there is nothing to capture.
         """
         # Danger without a watch before it is the first sign of both.
         signs = [sign for sign in LEVELS[1 : verdict.code + 1] if sign in self._options.capture_at]
@@ -351,8 +332,8 @@ class Capturer:
             part = x[:, :b, torch.tensor(which, device=x.device)]
             return layout.unshard(gather(part, group), dim=0).contiguous().cpu()
 
-        q, out, do = (whole(x, heads) for x in (seen.q, seen.out, dout))
-        k, v = (whole(x, kept) for x in (seen.k, seen.v))
+        tensors: dict[str, Any] = {"q": whole(seen.q, heads), "out": whole(seen.out, heads)}
+        tensors |= {"dout": whole(dout, heads), "k": whole(seen.k, kept), "v": whole(seen.v, kept)}
         if seen.geometry.rank != 0:
             return
 
@@ -384,11 +365,7 @@ class Capturer:
             precision=PRECISIONS.get(seen.q.dtype, str(seen.q.dtype)),
             run_name=self._name,
             trigger=wanted.trigger,
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            dout=do,
+            **tensors,
         )
         # Inside the backward pass of one rank: the others would wait for it for ever.
         if self._best_effort.attempt(lambda: found.save(path)):

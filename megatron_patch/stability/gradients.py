@@ -16,7 +16,6 @@ Shape legend: L layers of the whole model; one more slot holds what is outside t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,37 +25,27 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_patch.parallel.buffers import own_values
+from megatron_patch.stability.observe import Watched
 
 
 class LayerNorms:
     """Sums of squares by layer.
 
     Args:
-        chunks: Megatron's DistributedDataParallel modules, or models of any kind.
-        roots: the models inside, in the same order.
-        layers: slots before the last one (decoder and multi-token-prediction layers).
+        watched: whose chunks are measured.
         device: where the sums live.
-        find: layer of a parameter by root and name; None outside the layers.
         first: whether this rank counts what all data-parallel ranks have.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Any],
-        roots: Sequence[torch.nn.Module],
-        *,
-        layers: int,
-        device: torch.device,
-        find: Callable[[torch.nn.Module, str], int | None],
-        first: bool = True,
-    ) -> None:
+    def __init__(self, watched: Watched, *, device: torch.device, first: bool = True) -> None:
+        layers = watched.layers
         self.squares = torch.zeros(layers + 1, dtype=torch.float64, device=device)
         self._pieces: list[tuple[Any, int, int]] = []  # buffer, first and last value
         slots: list[int] = []
-        for chunk, root in zip(chunks, roots, strict=True):
+        for chunk, root in zip(watched.chunks, watched.roots, strict=True):
             slot_of = {}
             for name, parameter in root.named_parameters():
-                layer = find(root, name)
+                layer = watched.layer_of(root, name)
                 slot_of[id(parameter)] = layers if layer is None else layer
             if not hasattr(chunk, "expert_parallel_buffers"):
                 sharded = parallel_state.model_parallel_is_initialized()

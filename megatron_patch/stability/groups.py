@@ -58,12 +58,3 @@ def largest_of_all(x: torch.Tensor) -> torch.Tensor:
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(x, op=torch.distributed.ReduceOp.MAX)
     return x
-
-
-def from_first(found: Any) -> Any:
-    """What rank 0 gives, on all ranks. Collective."""
-    if not torch.distributed.is_initialized():
-        return found
-    box = [found]
-    torch.distributed.broadcast_object_list(box, src=0)
-    return box[0]

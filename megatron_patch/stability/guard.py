@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.attention.capabilities import EXACT_DELTA
+from megatron_patch.parallel.first_rank import on_first_rank
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema.problem import ConfigError, Problem
 
@@ -69,11 +70,9 @@ def switch(sites: Sequence[Site]) -> int:
 
     Nothing else changes: the stabilizer has no parameters and no state between calls.
 
-    Returns:
-        How many modules changed; 0 on a rank that computes so already.
+    Returns how many modules changed; 0 on a rank that computes so already.
 
-    Raises:
-        BackendError: a layer that stable_flash cannot serve.
+    Raises BackendError: a layer that stable_flash cannot serve.
     """
     changed = 0
     for site in sites:
@@ -100,8 +99,7 @@ def remember(run_dir: Path, switched_at: int) -> None:
 def recall(run_dir: Path) -> int:
     """The step that the file of a run tells of; 0 where it has none.
 
-    Raises:
-        ConfigError: the file is not what this program writes.
+    Raises ConfigError: the file is not what this program writes.
     """
     file = run_dir / FILE
     if not file.exists():
@@ -121,28 +119,21 @@ def recall(run_dir: Path) -> int:
     return int(step)
 
 
-def recall_together(run_dir: Path, step: int, *, first: bool, log: Callable[[str], None]) -> int:
+def recall_together(run_dir: Path, step: int, *, rank: int, log: Callable[[str], None]) -> int:
     """What the file of a run that goes on after ``step`` tells of, on all ranks. Collective.
 
-    Raises:
-        ConfigError: as `recall`, on all ranks.
+    Raises ConfigError: as `recall`, on all ranks.
     """
-    from megatron_patch.stability.groups import from_first
 
-    found: list[Any] = [0, None]
-    if first:
-        try:
-            found[0] = recall(run_dir)
-            if found[0] and not step:
-                # Begun anew on purpose: a run that misses its checkpoints is refused.
-                (run_dir / FILE).unlink()
-                log(f"stability guard: begins anew at step 0, without {FILE}")
-        except ConfigError as error:
-            found[1] = error
-    found = from_first(found)
-    if found[1] is not None:
-        raise found[1]
-    return int(found[0])
+    def look() -> int:
+        found = recall(run_dir)
+        if found and not step:
+            # Begun anew on purpose: a run that misses its checkpoints is refused.
+            (run_dir / FILE).unlink()
+            log(f"stability guard: begins anew at step 0, without {FILE}")
+        return found
+
+    return on_first_rank(look, ConfigError, rank=rank)
 
 
 def in_force_from(saved: int, noted: int, *, step: int) -> int:

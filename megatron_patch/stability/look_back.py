@@ -4,7 +4,6 @@ run whose checkpoint it starts from."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,72 +15,61 @@ from megatron_patch.stability.warning import Rule
 from megatron_patch.stability.writer import Writer
 
 
-@dataclass(kw_only=True)
-class LookBack:
-    """The past of a run that goes on after ``step``; first rank only.
+def look_back(
+    writer: Writer, rule: Rule, *, step: int, reach: int, switched_at: int, parent: Path | None,
+    compensated: Callable[[int], bool], log: Callable[[str], None],
+) -> tuple[History, int, tuple[int, np.ndarray] | None]:  # fmt: skip
+    """(history, step of the guard's switch, step and largest logits of the last record).
 
     Args:
-        directory: of the run; writer: of its records.
+        writer: of the run's records; first rank only.
         rule: thresholds of the run.
         step: steps done; reach: how many before it the rule looks back on.
+        switched_at: step of the guard's switch, as far as it is known otherwise.
+        parent: another run's checkpoint, from which this one starts.
         compensated: whether the run computes with what the guard switches to, given the step of its
             switch.
         log: takes a line.
     """
+    directory, last = writer.folder.parent, None
+    try:
+        # What lies further back the rule does not look at, and weeks of it are gigabytes.
+        start = max(0, step - reach)
+        found = record.read(directory, after=start).until(step)
+        told = {"run": str(parent), "step": step}
+        # At the first start from another run's checkpoint.
+        if step and parent is not None and found.meta.get("parent") != told:
+            log(_take_from(writer, parent, told, step=step, reach=reach))
+            found = record.read(directory, after=start).until(step)
+        if len(found.records):
+            last = int(found.steps[-1]), found.heads["max_logit"][-1]
+        if found.switched_at and found.switched_at > step and not switched_at:
+            # A checkpoint of the very step whose record made the guard switch, one step later.
+            switched_at = found.switched_at
+        after = max(switched_at, start)
+        history = found.since(after).history(rule, after=after)
+    except (OSError, ValueError, KeyError) as error:
+        if writer.begun:
+            raise
+        # They say more where an attempt could not begin.
+        log(f"early warning: begins anew at step {step:,} ({error})")
+        return History(rule, compensated=compensated(switched_at)), switched_at, last
+    # Another guard setting has just taken its switch back: nothing is known of these numerics.
+    if history.compensated != compensated(switched_at):
+        history = History(rule, compensated=compensated(switched_at))
+    return history, switched_at, last
 
-    directory: Path
-    writer: Writer
-    rule: Rule
-    step: int
-    reach: int
-    compensated: Callable[[int], bool]
-    log: Callable[[str], None]
 
-    def history(
-        self, switched_at: int, *, parent: Path | None
-    ) -> tuple[History, int, tuple[int, np.ndarray] | None]:
-        """(history, step of the guard's switch, step and largest logits of the last record)."""
-        rule, step = self.rule, self.step
-        last = None
-        try:
-            # What lies further back the rule does not look at, and weeks of it are gigabytes.
-            start = max(0, step - self.reach)
-            found = record.read(self.directory, after=start).until(step)
-            if step and parent is not None and self._take_from(parent, found.meta):
-                found = record.read(self.directory, after=start).until(step)
-            if len(found.records):
-                last = int(found.steps[-1]), found.heads["max_logit"][-1]
-            if found.switched_at and found.switched_at > step and not switched_at:
-                # A checkpoint of the very step whose record made the guard switch, one step later.
-                switched_at = found.switched_at
-            after = max(switched_at, start)
-            history = found.since(after).history(rule, after=after)
-        except (OSError, ValueError, KeyError) as error:
-            if self.writer.begun:
-                raise
-            # They say more where an attempt could not begin.
-            self.log(f"early warning: begins anew at step {step:,} ({error})")
-            return History(rule, compensated=self.compensated(switched_at)), switched_at, last
-        # Another guard setting has just taken its switch back: nothing is known of these numerics.
-        if history.compensated != self.compensated(switched_at):
-            history = History(rule, compensated=self.compensated(switched_at))
-        return history, switched_at, last
-
-    def _take_from(self, source: Path, meta: Mapping[str, Any]) -> bool:
-        """At the first start from another run's checkpoint: whether its records are here now."""
-        parent = {"run": str(source), "step": self.step}
-        if meta.get("parent") == parent:
-            return False
-        try:
-            found, records = history_from_parent(
-                source, self.writer.meta, step=self.step, steps=self.reach
-            )
-            self.writer.begin_with(records, parent=parent)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self.log(f"early warning: begins anew at step {self.step:,} ({source}: {error})")
-            return False
-        self.log(f"early warning: looks back on {found} before step {self.step:,}")
-        return True
+def _take_from(
+    writer: Writer, source: Path, parent: dict[str, Any], *, step: int, reach: int
+) -> str:
+    """Begin with another run's records; a line about them."""
+    try:
+        found, records = history_from_parent(source, writer.meta, step=step, steps=reach)
+        writer.begin_with(records, parent=parent)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"early warning: begins anew at step {step:,} ({source}: {error})"
+    return f"early warning: looks back on {found} before step {step:,}"
 
 
 def history_from_parent(
@@ -121,11 +109,8 @@ def _in_order_of(
     """The records with the columns of this run; one that they lack is NaN."""
     found = np.zeros(len(records), record.record_dtype(meta))
     found["step"] = records["step"]
-    for part, key in (
-        ("scalars", "scalars"),
-        ("layers", "layer_metrics"),
-        ("heads", "head_metrics"),
-    ):
+    parts = {"scalars": "scalars", "layers": "layer_metrics", "heads": "head_metrics"}
+    for part, key in parts.items():
         for i, name in enumerate(meta[key]):
             known = name in theirs[key]
             found[part][:, i] = records[part][:, theirs[key].index(name)] if known else np.nan
@@ -135,8 +120,7 @@ def _in_order_of(
 def directory_of(source: Path) -> Path:
     """The run directory with telemetry that a checkpoint, or the folder of its checkpoints, is of.
 
-    Raises:
-        FileNotFoundError: there is none.
+    Raises FileNotFoundError: there is none.
     """
     for path in (source, *source.resolve().parents[:2]):
         if (path / record.FOLDER / "meta.json").is_file():

@@ -33,17 +33,18 @@ import numpy as np
 import torch
 
 from megatron_patch.attention.capabilities import EXACT_DELTA
+from megatron_patch.parallel.first_rank import from_first
 from megatron_patch.runtime.watcher import Pin, Stop
 from megatron_patch.schema.problem import ConfigError
 from megatron_patch.schema.stability import StabilityConfig
 from megatron_patch.stability import guard, names, observe, record
 from megatron_patch.stability.capture import Capturer, triggers_in
 from megatron_patch.stability.gradients import LayerNorms
-from megatron_patch.stability.groups import Groups, from_first
+from megatron_patch.stability.groups import Groups
 from megatron_patch.stability.guard import Switch
 from megatron_patch.stability.history import History
 from megatron_patch.stability.key_sums import KeySums, key_metrics
-from megatron_patch.stability.look_back import LookBack
+from megatron_patch.stability.look_back import look_back
 from megatron_patch.stability.observe import Observer, Seen, Watched
 from megatron_patch.stability.reduction import Arrived, Reduction
 from megatron_patch.stability.step_window import StepWindow
@@ -133,23 +134,14 @@ class AttentionMonitor:
         shape: dict[str, Any] = {"layers": watched.layers, "heads": watched.heads}
         shape |= {"first_head": first_head, "device": groups.device}
         self.observer = Observer(watched.sites, cp_group=groups.cp)
+        per_kv_head = watched.heads // watched.kv_heads
         self.capturer = Capturer(
-            options,
-            groups,
-            self.directory / "captures",
-            name=self.name,
-            per_kv_head=watched.heads // watched.kv_heads,
+            options, groups, self.directory / "captures", name=self.name, per_kv_head=per_kv_head
         )
         self.heads = HeadSums(rows=options.rows, sequences=options.sequences, **shape)
         self.keys = KeySums(cp=groups.cp, **shape)
-        self.norms = LayerNorms(
-            watched.chunks,
-            watched.roots,
-            layers=watched.layers,
-            device=groups.device,
-            find=watched.layer_of,
-            first=groups.dp_rank == 0 and (groups.cp is None or groups.cp.rank() == 0),
-        )
+        first = groups.dp_rank == 0 and (groups.cp is None or groups.cp.rank() == 0)
+        self.norms = LayerNorms(watched, device=groups.device, first=first)
         self.weights = SpectralNorms(watched.sites)
         self.window = StepWindow(options.interval, groups)
         self.reduction = Reduction()
@@ -196,8 +188,7 @@ class AttentionMonitor:
         self._resumed = True
         if switched_at is None:
             switched_at = int((state or {}).get("switched_at", 0))
-        first = self.groups.rank == 0
-        noted = guard.recall_together(self.directory, step, first=first, log=self._log)
+        noted = guard.recall_together(self.directory, step, rank=self.groups.rank, log=self._log)
         self.switched_at = guard.in_force_from(switched_at, noted, step=step)
         if self.switched_at and not switched_at:
             self._log(
@@ -207,7 +198,7 @@ class AttentionMonitor:
         if self.options.enabled:
             self.window.restore(state, step)
             found: Any = None
-            if first:
+            if self.groups.rank == 0:
                 history = self._open(step, own=has_saved, parent=parent)
                 # And `switched_at`, which reading the records may have changed.
                 found = history, self.switched_at, triggers_in(self.directory / "captures")
@@ -229,27 +220,17 @@ class AttentionMonitor:
     def _open(self, step: int, *, own: bool, parent: Path | str | None) -> History:
         """First rank: the files, and what they say about the steps before."""
         meta = record.make_meta(
-            layers=self.watched.layers,
-            heads=self.watched.heads,
-            interval=self.options.interval,
-            rule=self.rule,
-            attention=self._attention,
-        )
+            layers=self.watched.layers, heads=self.watched.heads, rule=self.rule,
+            interval=self.options.interval, attention=self._attention,
+        )  # fmt: skip
         self._writer = Writer(self.directory, meta, start_step=step)
         for line in self._writer.messages(own=own):
             self._log(line)
-        past = LookBack(
-            directory=self.directory,
-            writer=self._writer,
-            rule=self.rule,
-            step=step,
-            reach=self._reach,
-            compensated=self._compensated_after,
-            log=self._log,
-        )
-        history, self.switched_at, last = past.history(
-            self.switched_at, parent=None if own or parent is None else Path(parent)
-        )
+        history, self.switched_at, last = look_back(
+            self._writer, self.rule, step=step, reach=self._reach, switched_at=self.switched_at,
+            parent=None if own or parent is None else Path(parent),
+            compensated=self._compensated_after, log=self._log,
+        )  # fmt: skip
         self.max_logits = last or self.max_logits
         return history
 
@@ -331,8 +312,7 @@ class AttentionMonitor:
             grad_norm: over all ranks, before clipping; None if nobody computes it.
             lr: of the update; default: the optimizer's first group's.
 
-        Returns:
-            The record of an earlier step, if one has arrived.
+        Returns the record of an earlier step, if one has arrived.
         """
         self.observer.disarm()
         for path in self.capturer.saved:
@@ -372,8 +352,7 @@ class AttentionMonitor:
     def switch(self, action: Switch) -> None:
         """Carry out a `Switch`: compute with `guard.TARGET` from now on. Local.
 
-        Raises:
-            BackendError: a layer that stable_flash cannot serve.
+        Raises BackendError: a layer that stable_flash cannot serve.
         """
         guard.switch(self.observer.sites)
         how = "switched attention to stable_flash, stabilizer compensated, after step"

@@ -50,11 +50,6 @@ SCALARS = {
 LEVELS = ("ok", "watch", "danger")
 
 
-def level_name(code: float) -> str:
-    """ok, watch or danger."""
-    return LEVELS[int(code)]
-
-
 def coherence(mean: np.ndarray, rms: np.ndarray) -> np.ndarray:
     """|mean| / RMS of the error: 1 when all rows of a head err alike, 1 / sqrt(rows) if they do
     not know of each other."""
@@ -106,9 +101,7 @@ def worst(name: str, values: np.ndarray) -> np.ndarray:
 
 
 def shown(
-    scalars: Mapping[str, float],
-    layers: Mapping[str, np.ndarray],
-    heads: Mapping[str, np.ndarray],
+    scalars: Mapping[str, float], layers: Mapping[str, np.ndarray], heads: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
     """Finite values of a record by full name, the worst head of each layer."""
     found = {f"stability/{n}": v for n, v in scalars.items() if math.isfinite(v)}

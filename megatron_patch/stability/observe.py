@@ -215,8 +215,7 @@ class Watched:
 def watched_chunks(chunks: Sequence[Any]) -> Watched:
     """Of Megatron-Core's model chunks, wrapped or not.
 
-    Raises:
-        ValueError: no core attention is in them, on any rank of this process.
+    Raises ValueError: no core attention is in them, on any rank of this process.
     """
     roots = [unwrap(chunk) for chunk in chunks]
     config: Any = roots[0].config
@@ -235,8 +234,7 @@ def watched_chunks(chunks: Sequence[Any]) -> Watched:
 def layer_in(name: str) -> tuple[int, str]:
     """(layer, prefix of the layer's parameters): the first number in a module's name.
 
-    Raises:
-        ValueError: it has none.
+    Raises ValueError: it has none.
     """
     found = re.search(r"(?:^|\.)(\d+)\.", name + ".")
     if found is None:

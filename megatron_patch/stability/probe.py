@@ -262,8 +262,7 @@ def backends(device: torch.device) -> dict[str, Runner]:
 def choose(wanted: str, device: torch.device) -> dict[str, Runner]:
     """The backends of ``--backends``: ``all``, or names (or first words of names) with commas.
 
-    Raises:
-        ProbeError: a name that is none of them here.
+    Raises ProbeError: a name that is none of them here.
     """
     table = backends(device)
     if wanted == "all":
@@ -282,8 +281,7 @@ def choose(wanted: str, device: torch.device) -> dict[str, Runner]:
 def files_of(paths: Iterable[Path]) -> list[Path]:
     """Capture files named directly, or all of a run directory or folder, in order of their names.
 
-    Raises:
-        ProbeError: nothing there.
+    Raises ProbeError: nothing there.
     """
     found: list[Path] = []
     for path in paths:

@@ -31,9 +31,8 @@ def run(paths: list[Path], *, backends: str, device: str, skip_rows: int, out: P
     Returns:
         0 if each has a figure of at least one backend; 1 if one has none; 2 if one was left out.
 
-    Raises:
-        ProbeError: no capture, none that can be read, an unknown backend, ``out`` that cannot be
-            written.
+    Raises ProbeError: no capture, none that can be read, an unknown backend, ``out`` that cannot be
+    written.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,8 +63,7 @@ def _probe(
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """(what every capture gave, those that gave nothing and why); prints both as they come.
 
-    Raises:
-        ProbeError: none gave anything.
+    Raises ProbeError: none gave anything.
     """
     found: list[dict[str, Any]] = []
     left_out: list[dict[str, str]] = []
@@ -102,8 +100,7 @@ def judged(cell: dict[str, Any]) -> bool:
 def _make_folder(out: Path) -> None:
     """Create ``--out``.
 
-    Raises:
-        ProbeError: it cannot be made, or not written.
+    Raises ProbeError: it cannot be made, or not written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -124,8 +121,7 @@ def _unwritable(out: Path, error: OSError) -> ProbeError:
 def write(result: dict[str, Any], out: Path) -> None:
     """probe.json, probe.md and probe.png into a folder.
 
-    Raises:
-        ProbeError: they cannot be written there.
+    Raises ProbeError: they cannot be written there.
     """
     text = json.dumps(result, indent=1, sort_keys=True, allow_nan=False)
     parts = [markdown(one) for one in result["captures"]]

@@ -17,7 +17,7 @@ import bisect
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -27,12 +27,7 @@ import numpy as np
 
 from megatron_patch.attention.capabilities import EXACT_DELTA
 from megatron_patch.stability.history import READ, History
-from megatron_patch.stability.names import (
-    HEAD_METRICS,
-    LAYER_METRICS,
-    LEVELS,
-    SCALARS,
-)
+from megatron_patch.stability.names import HEAD_METRICS, LAYER_METRICS, LEVELS, SCALARS
 from megatron_patch.stability.warning import FLICKER, Point, Rule, Verdict, verdicts
 
 FORMAT = 2
@@ -95,19 +90,9 @@ def story(
     return tuple(parts[::-1])
 
 
-def make_meta(
-    *, layers: int, heads: int, interval: int, rule: Rule, attention: str
-) -> dict[str, Any]:
-    """What meta.json says."""
-    return {
-        "format": FORMAT,
-        "layers": layers,
-        "heads": heads,
-        "interval": interval,
-        "attention": attention,
-        **NAMES,
-        "rule": {name: getattr(rule, name) for name in Rule.__dataclass_fields__},
-    }
+def make_meta(*, rule: Rule, **about: int | str) -> dict[str, Any]:
+    """What meta.json says; ``about``: layers, heads, interval, attention."""
+    return {"format": FORMAT, **about, **NAMES, "rule": asdict(rule)}
 
 
 def attention_at(meta: Mapping[str, Any], step: int) -> str:
@@ -194,8 +179,7 @@ class Telemetry:
     def rule(self) -> Rule:
         """The run's own, less what the version before knew of the gradient norm.
 
-        Raises:
-            ValueError: its thresholds are not those of this version.
+        Raises ValueError: its thresholds are not those of this version.
         """
         found = self.meta["rule"]
         if isinstance(found, dict):

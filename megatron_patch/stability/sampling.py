@@ -264,19 +264,14 @@ def measure(
     rounded = None
     if plain:
         rounded = flat((sums["rounded"] / l[..., None]).to(_narrow(v.dtype)).float())
+    rows = {"dout": do_rows, "out": out, "delta": delta, "logit": logit, "growth": growth,
+            "common": sums["common"], "entropy": entropy, "first": sums["first"] / l,
+            "top": torch.exp(top - m) / l}  # fmt: skip
     return RowFacts(
-        dout=flat(do_rows),
-        out=flat(out),
         plain=rounded,
-        delta=flat(delta),
-        logit=flat(logit),
-        common=flat(sums["common"]),
-        growth=flat(growth),
-        entropy=flat(entropy),
-        first=flat(sums["first"] / l),
-        top=flat(torch.exp(top - m) / l),
         max_logit=top.amax(3).flatten(1),
         spread=spread.sum(3).flatten(1),
+        **{name: flat(x) for name, x in rows.items()},
     )
 
 

@@ -6,14 +6,11 @@ up, so that the record after a resume is of the same steps as that of a run not 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from megatron_patch.stability.groups import add_up
-
-if TYPE_CHECKING:
-    from megatron_patch.stability.groups import Groups
+from megatron_patch.stability.groups import Groups, add_up
 
 
 class StepWindow:

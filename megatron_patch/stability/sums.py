@@ -74,10 +74,6 @@ class _Call:
     sinks: torch.Tensor | None
     top: torch.Tensor | None  # [h]
 
-    def is_like(self, other: _Call) -> bool:
-        """Whether the two can be computed as one."""
-        return self.source == other.source and self.shapes == other.shapes
-
     @property
     def held(self) -> int:
         """Bytes."""
@@ -106,15 +102,9 @@ class HeadSums:
     """
 
     def __init__(
-        self,
-        *,
-        layers: int,
-        heads: int,
-        first_head: int,
-        rows: int,
-        sequences: int,
+        self, *, layers: int, heads: int, first_head: int, rows: int, sequences: int,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.first_head, self.rows, self.sequences = first_head, rows, sequences
         self._sums = torch.zeros(layers, heads, len(FIELDS), dtype=torch.float64, device=device)
         self._maxima = torch.full((layers, heads), -math.inf, device=device)
@@ -185,7 +175,8 @@ class HeadSums:
 
     def _fits(self, call: _Call) -> bool:
         """Whether it can be computed with those that wait: in one block, and few enough copies."""
-        if not self._waiting[0].is_like(call):
+        first = self._waiting[0]
+        if (first.source, first.shapes) != (call.source, call.shapes):
             return False
         count, ranks = len(self._waiting) + 1, call.source.geometry.size
         scores = 4 * call.q[..., 0].numel() * ranks * call.k.shape[0]
@@ -260,8 +251,8 @@ def _values(
     """
     clean, stored = source.clean, _rows(out)
     ones = torch.ones_like(facts.delta)
-    values = {"rows": ones}
-    values |= {name: getattr(facts, name) for name in ("entropy", "first", "top", "common")}
+    named = ("entropy", "first", "top", "common")
+    values = {"rows": ones} | {name: getattr(facts, name) for name in named}
     plain = used = None
     if low is not None:
         lost = _rows(decode_residual(out, low))
@@ -302,18 +293,10 @@ def exact_max_logits(seen: Seen) -> torch.Tensor:
     q, k, v = seen.q, seen.k, seen.v
     kernel = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     kernel = kernel and all(d % 8 == 0 and 8 <= d <= 256 for d in (q.shape[-1], v.shape[-1]))
-    options = {"stabilizer": "none"} if kernel else {}
-    result = (stable_attention if kernel else reference_attention)(
-        q,
-        k,
-        v,
-        layout="sbhd",
-        causal=seen.geometry.causal,
-        window=seen.geometry.window,
-        scale=seen.geometry.scale,
-        return_max_logits=True,
-        **options,  # type: ignore[arg-type]
-    )
+    options: dict[str, Any] = {"stabilizer": "none"} if kernel else {}
+    options |= {name: getattr(seen.geometry, name) for name in ("causal", "window", "scale")}
+    attention = stable_attention if kernel else reference_attention
+    result = attention(q, k, v, layout="sbhd", return_max_logits=True, **options)
     assert isinstance(result, tuple)
     return result[1]
 
@@ -321,11 +304,9 @@ def exact_max_logits(seen: Seen) -> torch.Tensor:
 def head_metrics(sums: np.ndarray, maxima: np.ndarray) -> dict[str, np.ndarray]:
     """HEAD_METRICS (without the weights' norms) from reduced sums.
 
-    Args:
-        sums: float64 [L, H, fields]; maxima: float32 [L, H], -inf where nothing was seen.
+    ``sums``: float64 [L, H, fields]; maxima: float32 [L, H], -inf where nothing was seen.
 
-    Returns:
-        float32 [L, H] by name; NaN where nothing was measured.
+    Returns float32 [L, H] by name; NaN where nothing was measured.
     """
     s = {name: sums[..., i] for i, name in enumerate(FIELDS)}
     with np.errstate(divide="ignore", invalid="ignore"):

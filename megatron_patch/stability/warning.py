@@ -22,13 +22,9 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-from megatron_patch.schema.stability import RuleConfig
+from megatron_patch.schema.stability import RuleConfig, StabilityConfig
 from megatron_patch.stability.names import LEVELS
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.stability import StabilityConfig
 
 SMOOTH = 5  # records that a spike is compared with, at least
 CONFIRM = 2  # records in a row that must agree on danger, at least
@@ -144,10 +140,12 @@ def _verdict(last: Sequence[Point], rule: Rule) -> Verdict:
     now = last[-1]
     if not (math.isfinite(now.grad_norm) and math.isfinite(now.loss)):
         return Verdict(level="danger", reason=f"loss or gradient norm not finite at {now.step:,}")
-    signs = _grown(last, rule), _wrong(last, rule), _place(now, rule), _large(now, rule)
-    named = sorted(
-        (sign for sign in signs if sign[0] != "ok"), key=lambda sign: -LEVELS.index(sign[0])
-    )  # stable: ties keep their order
+    coherent = f"{now.bias}: coherent error of delta {_times(now.bias)} the signal"
+    large = f"{now.logit}: logits up to {now.logit.value:,.0f}"
+    signs = [_grown(last, rule), _wrong(last, rule)]
+    signs += [("watch", coherent)] * _reaches(now.bias, rule.head_signal)
+    signs += [("watch", large)] * _reaches(now.logit, rule.watch_logit)
+    named = [sign for level in LEVELS[:0:-1] for sign in signs if sign[0] == level]
     if not named:
         return Verdict(level="ok", reason="no head shows anything")
     return Verdict(level=named[0][0], reason="; ".join(text for _, text in named))
@@ -172,18 +170,6 @@ def _wrong(points: Sequence[Point], rule: Rule) -> tuple[str, str]:
     if _confirmed([(p.step, p.error) for p in points], limit, rule) and not now.compensated:
         return "danger", text
     return ("watch" if _reaches(now.error, limit) else "ok"), text
-
-
-def _place(now: Point, rule: Rule) -> tuple[str, str]:
-    """(level, text) of the head in which that error is most coherent."""
-    text = f"{now.bias}: coherent error of delta {_times(now.bias)} the signal"
-    return ("watch" if _reaches(now.bias, rule.head_signal) else "ok"), text
-
-
-def _large(now: Point, rule: Rule) -> tuple[str, str]:
-    """(level, text) of the head with the largest logits."""
-    text = f"{now.logit}: logits up to {now.logit.value:,.0f}"
-    return ("watch" if _reaches(now.logit, rule.watch_logit) else "ok"), text
 
 
 def _times(spot: Spot) -> str:

@@ -38,8 +38,7 @@ BATCH_BYTES = 64 << 20  # of the float32 copies of weights that are multiplied a
 class SpectralNorms:
     """Norms of the head slices of W_Q and W_K of this rank's layers.
 
-    Args:
-        sites: whose attention is measured.
+    ``sites``: whose attention is measured.
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
@@ -126,7 +125,9 @@ def split_qkv(attention: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
     weight, per_group = weight.detach(), heads // groups
     d = attention.hidden_size_per_attention_head
-    size, kv_heads = getattr(attention, "world_size", 1), _kv_heads(attention)
+    # Key/value heads of the whole layer, where the module says.
+    kv_heads = getattr(getattr(attention, "config", None), "num_query_groups", None)
+    size = getattr(attention, "world_size", 1)
     if kv_heads is not None and kv_heads < size:
         # Here core's numbers of this partition are those of a whole group.
         if weight.shape[0] * size != kv_heads * (per_group + 2) * d:
@@ -137,11 +138,6 @@ def split_qkv(attention: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None  # gated output or another layout: not ours to guess
     blocks = weight.view(groups, per_group + 2, d, weight.shape[1])
     return blocks[:, :per_group].flatten(0, 1), blocks[:, per_group]
-
-
-def _kv_heads(attention: Any) -> int | None:
-    """Key/value heads of the whole layer, where the module says."""
-    return getattr(getattr(attention, "config", None), "num_query_groups", None)
 
 
 def rows_of(rank: int, *, heads: int, groups: int, d: int, size: int) -> list[Rows]:

@@ -38,8 +38,7 @@ class Writer:
         start_step: steps done; what earlier attempts recorded of later ones does not count any
             more, and stays in the file.
 
-    Raises:
-        RecordsError: records of another version or model are there, or damaged ones.
+    Raises RecordsError: records of another version or model are there, or damaged ones.
     """
 
     def __init__(self, run_dir: Path, meta: dict[str, Any], *, start_step: int) -> None:
@@ -111,8 +110,7 @@ class Writer:
             records: of the same layout, ascending.
             parent: which run and step they are of: ``{"run": ..., "step": ...}``.
 
-        Raises:
-            OSError: they could not be written.
+        Raises OSError: they could not be written.
         """
         if not self._file.append(records.tobytes()):
             raise OSError(f"{self._file.path} cannot be written")
@@ -125,8 +123,7 @@ class Writer:
     def messages(self, *, own: bool) -> list[str]:
         """What is to be logged of the records as they were found.
 
-        Args:
-            own: whether the run has checkpoints of its own; see `records.gap`.
+        ``own``: whether the run has checkpoints of its own; see `records.gap`.
         """
         if self._before is None:
             return []

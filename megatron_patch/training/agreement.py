@@ -9,14 +9,11 @@ and the device runs dry, unless the update lies before it already (`gate`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.training.signals import NO_STOP, REASONS
-
-if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
 
 CODES = sorted(REASONS)
 

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_patch.context_parallel.layout import shard
+from megatron_patch.data.reader import Batch
 from megatron_patch.schema.effective import masks_ends
-
-if TYPE_CHECKING:
-    from megatron_patch.data.reader import Batch
-    from megatron_patch.training.session import Session
+from megatron_patch.training.session import Session
 
 _BALANCING = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
 

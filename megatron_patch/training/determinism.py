@@ -7,14 +7,11 @@ backend is checked against its entry in the capability table.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_patch.schema.problem import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.training import TrainingConfig
+from megatron_patch.schema.training import TrainingConfig
 
 NCCL_ALGORITHMS = ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain")
 """Values of NCCL_ALGO that fix the order of a reduction (Megatron-LM accepts the same)."""
@@ -30,22 +27,16 @@ def enforce(options: TrainingConfig) -> None:
 
     Variables that are not set get the first accepted value.
 
-    Raises:
-        ConfigError: a variable of the environment is set to something not repeatable.
+    Raises ConfigError: a variable of the environment is set to something not repeatable.
     """
     if not options.deterministic:
         return
-    problems = []
-    for name, accepted in _REQUIRED.items():
-        value = os.environ.setdefault(name, accepted[0])
-        if value not in accepted:
-            problems.append(
-                Problem(
-                    "training.deterministic",
-                    f"true, but the environment sets {name}={value}; unset it, or use one of "
-                    f"{', '.join(accepted)}",
-                )
-            )
+    text = "true, but the environment sets {}={}; unset it, or use one of {}"
+    problems = [
+        Problem("training.deterministic", text.format(name, value, ", ".join(accepted)))
+        for name, accepted in _REQUIRED.items()
+        if (value := os.environ.setdefault(name, accepted[0])) not in accepted
+    ]
     if problems:
         raise ConfigError(problems)
     torch.use_deterministic_algorithms(True)
@@ -61,7 +52,5 @@ def line(options: TrainingConfig) -> str:
         return "deterministic: yes; a resume on the same layout and software repeats every bit"
     if options.device == "cpu":
         return "deterministic: not enforced (training.deterministic: false)"
-    return (
-        "deterministic: no; a resume agrees to rounding, not bitwise "
-        "(training.deterministic: true does)"
-    )
+    text = "deterministic: no; a resume agrees to rounding, not bitwise "
+    return text + "(training.deterministic: true does)"

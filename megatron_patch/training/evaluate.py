@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_patch.data.loader import Loaders, Split
 from megatron_patch.training import auxiliary
 from megatron_patch.training.session import Session
 from megatron_patch.training.step import fetch, global_loss, run_schedule
-
-if TYPE_CHECKING:
-    from megatron_patch.data.loader import Loaders, Split
 
 
 @contextlib.contextmanager
@@ -23,24 +20,16 @@ def parameters_in_place(session: Session) -> Iterator[None]:
     There the gather of updated weights is spread over the next forward pass by module hooks; for
     evaluation and checkpoints it is finished first.
     """
-    if not session.hooks_enabled:
-        yield
-        return
-    set_gather_hooks(session, False)
+    chunks = session.chunks if session.hooks_enabled else ()
+    session.hooks_enabled = False
+    for chunk in chunks:
+        chunk.disable_forward_pre_hook(param_sync=True)
     try:
         yield
     finally:
-        set_gather_hooks(session, True)
-
-
-def set_gather_hooks(session: Session, enabled: bool, *, sync: bool = True) -> None:
-    """Switch the parameter-gather hooks; switching off completes the gather unless told not to."""
-    for chunk in session.chunks:
-        if enabled:
+        for chunk in chunks:
             chunk.enable_forward_pre_hook()
-        else:
-            chunk.disable_forward_pre_hook(param_sync=sync)
-    session.hooks_enabled = enabled
+        session.hooks_enabled = bool(chunks)
 
 
 def evaluate(session: Session, loaders: Loaders, split: Split = "valid") -> float:

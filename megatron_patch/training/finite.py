@@ -19,18 +19,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_patch.core_patches.optimizer import ClippedByUpdate
 from megatron_patch.parallel.buffers import unwrap
+from megatron_patch.parallel.first_rank import of_all
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.training.agreement import Agreed, Agreement
+from megatron_patch.training.gate import Gate
 from megatron_patch.training.signals import NO_STOP, STOP_TIME, StopFlags
-
-if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.training.gate import Gate
 
 NAMED = 8  # parameters listed in the message
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.")
@@ -59,11 +58,9 @@ class _Finding:
 def global_name(module: torch.nn.Module, name: str) -> str:
     """Name of a GPTModel's parameter with layers counted over the whole model, not the chunk."""
     match = _LAYER.match(name)
-    if match is None:
-        return name
-    layer = module.get_submodule(f"{match[1]}{match[2]}")
+    layer = module.get_submodule(f"{match[1]}{match[2]}") if match else None
     number = getattr(layer, "layer_number", None)
-    if number is None:
+    if match is None or number is None:
         return name
     return f"{match[1]}{number - 1}.{name[match.end() :]}"
 
@@ -104,20 +101,14 @@ class StepGuard:
         self._chunks: list[torch.nn.Module] = []
 
     def begin(
-        self,
-        step: int,
-        chunks: list[torch.nn.Module],
-        *,
-        meanwhile: Callable[[], None] | None = None,
+        self, step: int, chunks: list[Any], *, meanwhile: Callable[[], None] | None = None
     ) -> None:
         """Start watching the update of ``step`` (1-based).
 
         ``meanwhile`` is called when the host is about to wait for the device.
         """
-        self._meanwhile = meanwhile
-        self.step, self._chunks = step, chunks
-        self._loss = self._local = None
-        self._unread = False
+        self.step, self._chunks, self._meanwhile = step, chunks, meanwhile
+        self._loss, self._local, self._unread = None, None, False
         self._agreement.begin()
 
     def loss(self, report: torch.Tensor | None) -> None:
@@ -202,9 +193,7 @@ class StepGuard:
             gradient_before_reduction=None if self._local is None else bool(self._local),
             parameters=_non_finite_parameters(self._chunks),
         )
-        found: list[Any] = [None] * self.layout.world_size
-        torch.distributed.all_gather_object(found, mine)
-        return _message(self.step, found)
+        return _message(self.step, of_all(mine))
 
 
 @torch.no_grad()
@@ -237,9 +226,8 @@ def _message(step: int, found: list[_Finding]) -> str:
     if local:
         lines.append(f"  gradients not finite before their reduction on {_some(local)}")
     elif not known:
-        lines.append(
-            "  the rank cannot be told: parallel.overlap_grad_reduce had reduced the gradients"
-        )
+        text = "  the rank cannot be told: parallel.overlap_grad_reduce had reduced the gradients"
+        lines.append(text)
     named: dict[str, str] = {}
     for finding in found[::-1]:  # later pipeline stages first: nearer to the loss
         for name, bad, total in finding.parameters:

@@ -84,9 +84,8 @@ class Inheritance:
 
         ``state`` is what it holds under ``run`` (`checkpoint.content`).
 
-        Raises:
-            ConfigError: its weights mean something else here, nothing would be trained, or an
-                intended change is none; on all ranks.
+        Raises ConfigError: its weights mean something else here, nothing would be trained, or an
+        intended change is none; on all ranks.
         """
 
         def examine() -> Parent:
@@ -120,8 +119,7 @@ class Inheritance:
             step: steps done.
             batch: the global batch to come.
 
-        Returns:
-            Lines for the log: the table of a start from another run, what a change changes.
+        Returns lines for the log: the table of a start from another run, what a change changes.
 
         Raises:
             ConfigError: the run is beyond its end, or data or schedule are not those of its steps.
@@ -134,13 +132,9 @@ class Inheritance:
             check_length(self._loaded.config, step=step)
             self._resume_data(checkpointer.loaded_extra, step)
         return lines + continue_run(
-            self._loaded,
-            self._layout,
-            self._loaders,
-            scheduler=scheduler,
-            checkpoint=checkpointer.loaded_own,
-            step=step,
-        )
+            self._loaded, self._layout, self._loaders, scheduler=scheduler,
+            checkpoint=checkpointer.loaded_own, step=step,
+        )  # fmt: skip
 
     def _resume_data(self, saved: Mapping[str, Any], step: int) -> None:
         try:
@@ -277,8 +271,7 @@ class Inheritance:
 def compare(saved: str, loaded: Loaded) -> list[Change]:
     """What differs between a recorded configuration and this run's, but for the tokenizer.
 
-    Raises:
-        ValueError: ``saved`` holds no settings; a YAMLError: it is no YAML.
+    Raises ValueError: ``saved`` holds no settings; a YAMLError: it is no YAML.
     """
     trees = [yaml.load(text, Loader=yaml.BaseLoader) for text in (saved, loaded.dump_yaml())]
     found = {
@@ -345,8 +338,7 @@ def judge(changes: list[Change], run: RunConfig, *, step: int) -> list[Problem]:
 def check_length(run: RunConfig, *, step: int) -> None:
     """Refuse to call a run finished that is beyond its end.
 
-    Raises:
-        ConfigError: the run's own newest checkpoint is of a later step than ``train_steps``.
+    Raises ConfigError: the run's own newest checkpoint is of a later step than ``train_steps``.
     """
     if step > run.training.train_steps:
         text = (
@@ -360,8 +352,7 @@ def check_length(run: RunConfig, *, step: int) -> None:
 def check_begin(run: RunConfig, *, step: int) -> None:
     """Refuse a schedule that begins after the next step: that one has no learning rate.
 
-    Raises:
-        ConfigError: ``optimizer.begin_step`` is above the steps done.
+    Raises ConfigError: ``optimizer.begin_step`` is above the steps done.
     """
     if run.optimizer.begin_step > step:
         text = (
@@ -388,19 +379,11 @@ def _recorded(run: RunConfig, tree: dict[str, Any]) -> RunConfig:
         train=datasets("train"),
         seed=None if data["seed"] is None else int(data["seed"]),
     )
-    return replace(
-        run,
-        data=recorded,
-        model=replace(run.model, seq_length=int(tree["model"]["seq_length"])),
-        training=replace(
-            run.training,
-            seed=int(training["seed"]),
-            global_batch_size=int(training["global_batch_size"]),
-            batch_size_rampup=None,  # a checkpoint without a position is older than the key
-            micro_batch_size=1,
-            eval_interval=None,
-        ),
-    )
+    batches: dict[str, Any] = {n: int(training[n]) for n in ("seed", "global_batch_size")}
+    # A checkpoint without a position is older than batch_size_rampup.
+    batches |= {"batch_size_rampup": None, "micro_batch_size": 1, "eval_interval": None}
+    model = replace(run.model, seq_length=int(tree["model"]["seq_length"]))
+    return replace(run, data=recorded, model=model, training=replace(run.training, **batches))
 
 
 def _known_fingerprint(path: Path, tree: dict[str, Any]) -> str | None:
@@ -426,13 +409,9 @@ def _rate_of(state: Mapping[str, Any], run: RunConfig, step: int) -> float | Non
 def _rates(parent: Parent, run: RunConfig) -> str:
     """The learning rate of the next step, before and after; empty where nothing is to be said."""
     if "step" not in run.checkpoint.carried:
-        rate = Schedule.of(run).rate(1)
-        what = (
-            "schedule starts"
-            if "optimizer" in run.checkpoint.carried
-            else ("optimizer and schedule start")
-        )
-        return f"{what} anew: learning rate {rate:.6g} at step 1"
+        moments = "optimizer" in run.checkpoint.carried
+        what = "schedule starts" if moments else "optimizer and schedule start"
+        return f"{what} anew: learning rate {Schedule.of(run).rate(1):.6g} at step 1"
     rate = Schedule.of(run).rate(parent.step + 1)
     at = f"learning rate of step {parent.step + 1:,}"
     if parent.rate is None:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megatron_patch.core_patches import optimizer as core
 from megatron_patch.core_patches import quiet
-from megatron_patch.core_patches.optimizer import (
-    IMPLEMENTATIONS,
-    adam,
-    copy_weights_at_once,
-    gather_on_gloo,
-    norm_and_clipping,
-    prepare_muon,
-    use_fused_kernel,
-)
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 
 def wrap_chunks(run: RunConfig, chunks: list[Any]) -> list[Any]:
@@ -91,24 +81,24 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:
         muon_tp_mode="duplicated",
     )
     if muon:
-        prepare_muon(chunks)
-    with adam(o.implementation) as name:
+        core.prepare_muon(chunks)
+    with core.adam(o.implementation) as name:
         # An installed kernel of others would take the gate away (`training.gate`).
-        norm_and_clipping.install(any_kernel=name == "torch")
+        core.norm_and_clipping.install(any_kernel=name == "torch")
         optimizer = get_megatron_optimizer(config, chunks)
-    copy_weights_at_once(optimizer)
+    core.copy_weights_at_once(optimizer)
     detail = ""
     if name == "torch" and run.training.device == "cuda":
-        use_fused_kernel(optimizer)
+        core.use_fused_kernel(optimizer)
         detail = " (fused)"
     state = "sharded over data-parallel ranks" if sharded else "whole"
     asked = "" if o.implementation == "auto" else ", as configured"
     matrices = "Megatron-Core Muon for matrices, else " if muon else ""
     if muon and sharded:
-        gather_on_gloo(optimizer)
+        core.gather_on_gloo(optimizer)
         state += " by whole matrices"
-    line = f"optimizer: {matrices}{IMPLEMENTATIONS[name]}{detail}{asked}; state FP32, {state}"
-    return optimizer, line
+    kernel = core.IMPLEMENTATIONS[name]
+    return optimizer, f"optimizer: {matrices}{kernel}{detail}{asked}; state FP32, {state}"
 
 
 def connect(run: RunConfig, chunks: list[Any], optimizer: Any, *, finalize: Any) -> Any:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_patch.core_patches import quiet
+from megatron_patch.monitor.hub import Monitor
 from megatron_patch.parallel import setup
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime import environment
 from megatron_patch.schema.problem import ConfigError, Problem
+from megatron_patch.schema.run import RunConfig
 from megatron_patch.training import determinism
-
-if TYPE_CHECKING:
-    from megatron_patch.monitor.hub import Monitor
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.run import RunConfig
 
 
 def prepare_process(run: RunConfig) -> None:
     """Everything that must precede Megatron's import or CUDA's start.
 
-    Raises:
-        ConfigError: the ranks started, the GPUs or the environment do not fit the configuration.
+    Raises ConfigError: the ranks started, the GPUs or the environment do not fit the configuration.
     """
     setup.check_world_size(run, setup.launched_world_size())
     determinism.enforce(run.training)
@@ -48,19 +44,16 @@ def prepare_process(run: RunConfig) -> None:
 def _prepare_fp8(run: RunConfig, sm: tuple[int, int]) -> None:
     """Refuse a recipe the GPU has no instructions for; choose the scaling of FP8 attention.
 
-    Raises:
-        ConfigError: the recipe cannot run on a GPU of compute capability ``sm``.
+    Raises ConfigError: the recipe cannot run on a GPU of compute capability ``sm``.
     """
-    recipe, here = run.training.fp8, f"this GPU is sm_{sm[0]}{sm[1]}"
-    text = ""
+    recipe, why = run.training.fp8, ""
     if recipe == "mxfp8" and sm < (10, 0):
-        text = (
-            f"mxfp8: {here}, and scales of 32 values are applied by the tensor cores of sm_100 "
-            "(Blackwell) alone; use blockwise or current"
-        )
+        why = "scales of 32 values are applied by the tensor cores of sm_100 (Blackwell) alone; "
+        why += "use blockwise or current"
     elif sm < (9, 0):
-        text = f"{recipe}: {here}, and its recipe needs sm_90 or newer; use none"
-    if text:
+        why = "its recipe needs sm_90 or newer; use none"
+    if why:
+        text = f"{recipe}: this GPU is sm_{sm[0]}{sm[1]}, and {why}"
         raise ConfigError([Problem("training.fp8", text)])
     if run.attention.fp8 and sm < (10, 0):
         # cuDNN takes the scales of an earlier step there. Read when Transformer Engine is imported.
@@ -74,22 +67,17 @@ def announce(monitor: Monitor, run: RunConfig, layout: Layout) -> None:
     versions = ", ".join(f"{n} {found.get(n)}" for n in names)
     commit = environment.short_commit(str(found.get("commit")))
     monitor.say(f"run {run.name}: {versions}, commit {commit}")
-    optional = [
-        f"{n} {found.get(n) or 'not installed'}" for n in ("transformer-engine", "apex", "cuda")
-    ]
-    monitor.say(f"optional: {', '.join(optional)}")
+    extra = ("transformer-engine", "apex", "cuda")
+    optional = ", ".join(f"{n} {found.get(n) or 'not installed'}" for n in extra)
+    monitor.say(f"optional: {optional}")
     t, p = run.training, run.parallel
-    if t.device == "cpu":
-        threads = torch.get_num_threads()
-        monitor.say(f"device: CPU mode, gloo and PyTorch's CPU kernels, {threads} thread(s) a rank")
-    else:
-        monitor.say(
-            f"device: {found.get('gpu')}, CUDA {found.get('cuda')}, driver {found.get('driver')}, "
-            f"NCCL {found.get('nccl')}"
-        )
-    axes = " x ".join(
-        f"{axis.upper()}{getattr(layout, axis + '_size')}" for axis in ("tp", "cp", "pp", "dp")
-    )
+    line = f"CPU mode, gloo and PyTorch's CPU kernels, {torch.get_num_threads()} thread(s) a rank"
+    if t.device != "cpu":
+        gpu, cuda, driver, nccl = (found.get(n) for n in ("gpu", "cuda", "driver", "nccl"))
+        line = f"{gpu}, CUDA {cuda}, driver {driver}, NCCL {nccl}"
+    monitor.say(f"device: {line}")
+    ranks = layout.sizes("{}")
+    axes = " x ".join(f"{axis.upper()}{ranks[axis]}" for axis in ("tp", "cp", "pp", "dp"))
     extras = [f"EP{layout.ep_size}"] if layout.ep_size > 1 else []
     extras += ["sequence parallel"] if p.sequence_parallel else []
     if kinds := p.cp_comm_types:

@@ -43,9 +43,7 @@ class Recorder:
         self._session = session
         self._peak, self.line = device_peak(session)
         self._flops = flops_per_token(session.run, vocab_size=vocab_size)
-        self._tokens = 0
-        self._began = time.perf_counter()
-        self._window, self._away, self._steps = self._began, 0.0, 0
+        self.restart()
 
     def restart(self) -> None:
         """Begin the clock now (everything before was set-up)."""

@@ -8,26 +8,23 @@ that the checkpoint goes on with (`training.schedule`).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
+from megatron_patch.data.loader import Loaders
 from megatron_patch.parallel.first_rank import on_first_rank
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime.environment import DISTRIBUTIONS
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema import render
 from megatron_patch.schema.effective import EARLIER, Absent, changes
 from megatron_patch.schema.problem import DEFAULT, ConfigError, Problem
+from megatron_patch.schema.run import Loaded
 from megatron_patch.training import schedule
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from megatron_patch.data.loader import Loaders
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.run import Loaded
 
 DATA_RECORD = "sequences"
 """Key of `Loaders.identities` in what a checkpoint carries beside the state."""
@@ -35,53 +32,22 @@ DATA_RECORD = "sequences"
 Change = tuple[str, str, str]
 """(key, old, new); a key that one of the two lacks is ``absent`` there."""
 
-CHANGEABLE = (
-    "name",
-    "run_dir",
-    "training.train_steps",
-    "training.micro_batch_size",
-    "training.device",
-    "training.deterministic",
-    "training.recompute",
-    "training.eval_interval",
-    "training.eval_steps",
-    "training.eval_test",
-    "training.exit_after_minutes",
-    "training.exit_at_step",
-    "training.check_finite",
-    "training.compile_fusions",
-    "training.gradient_accumulation_fusion",
-    "training.grouped_experts",
-    "training.fp8",
-    "optimizer.implementation",
-    "optimizer.lr",
-    "optimizer.min_lr",
-    "optimizer.clip_grad",
-    "optimizer.qk_clip",
-    "optimizer.schedule_from",
-    "parallel",
-    "attention",
-    "checkpoint",
-    "logging",
-    "stability",
-    "faults",
-    "data.num_workers",
-    "data.verify",
-    "model.layer_spec",
-    "model.rope_fusion",
-    "cluster",
-)
+_CHANGEABLE = """
+    name run_dir parallel attention checkpoint logging stability faults cluster
+    training.train_steps training.micro_batch_size training.device training.deterministic
+    training.recompute training.eval_interval training.eval_steps training.eval_test
+    training.exit_after_minutes training.exit_at_step training.check_finite
+    training.compile_fusions training.gradient_accumulation_fusion training.grouped_experts
+    training.fp8 optimizer.implementation optimizer.lr optimizer.min_lr optimizer.clip_grad
+    optimizer.qk_clip optimizer.schedule_from data.num_workers data.verify model.layer_spec
+    model.rope_fusion
+"""
+CHANGEABLE = tuple(_CHANGEABLE.split())
 """Keys a resumed run may change: they say how, how long and where, not what is trained. Learning
 rate and clip are what saves a run that diverges; new values count from the next step on."""
 
-SCHEDULE = (
-    "optimizer.schedule",
-    "optimizer.warmup_steps",
-    "optimizer.begin_step",
-    "optimizer.decay_steps",
-    "optimizer.wsd_decay_steps",
-    "optimizer.wsd_decay_style",
-)
+_SCHEDULE = "schedule warmup_steps begin_step decay_steps wsd_decay_steps wsd_decay_style"
+SCHEDULE = tuple(f"optimizer.{name}" for name in _SCHEDULE.split())
 """Keys of the schedule: they change under ``optimizer.schedule_from: now`` only. Of `decay_steps`
 the checkpoint knows the value in effect, and a configuration does not."""
 
@@ -95,8 +61,7 @@ SOFTWARE = ("python", *DISTRIBUTIONS, "cuda", "cudnn", "nccl", "gpu")
 def check_settings(loaded: Loaded, path: Path) -> tuple[list[Problem], list[str]]:
     """Compare the configuration with that of a run directory in which something was trained.
 
-    Returns:
-        What stands against going on, and a line for every allowed change.
+    Returns what stands against going on, and a line for every allowed change.
     """
     if loaded.config.checkpoint.resume == "never":
         text = (
@@ -117,8 +82,11 @@ def check_settings(loaded: Loaded, path: Path) -> tuple[list[Problem], list[str]
         )
         return [Problem("run_dir", text)], []
     refused = _refused(changed, loaded)
+    anew = "use another name or run_dir for a new run, or checkpoint.load_from to start from it"
+    now = "set it back, or ask for the change with optimizer.schedule_from: now"
+    started = f"but the run in {path} was started with"
     problems = [
-        Problem(key, f"{new}, but the run in {path} was started with {old}; {_advice(key)}")
+        Problem(key, f"{new}, {started} {old}; {now if key in SCHEDULE else anew}")
         for key, old, new in refused
     ]
     notes = [
@@ -152,22 +120,12 @@ def keep_recorded(loaded: Loaded) -> Loaded:
     return replace(loaded, config=run, tree=tree)
 
 
-DROPOUT = (
-    "training.micro_batch_size",
-    "parallel.sequence_parallel",
-    "attention.backend",
-    "model.layer_spec",
-)
+DROPOUT = ("training.micro_batch_size", "parallel.sequence_parallel", "attention.backend",
+           "model.layer_spec")  # fmt: skip
 """Keys that decide in which order dropout draws; other layouts are told when they are loaded."""
 
 UNLOGGED = ("name", "run_dir", "optimizer.decay_steps", "optimizer.schedule_from")
 """Changes that need no line, or have one of their own where the schedule goes on."""
-
-
-def _advice(key: str) -> str:
-    if key in SCHEDULE:
-        return "set it back, or ask for the change with optimizer.schedule_from: now"
-    return "use another name or run_dir for a new run, or checkpoint.load_from to start from it"
 
 
 def _effect(key: str, loaded: Loaded) -> str:
@@ -206,8 +164,7 @@ def _under(key: str, prefixes: tuple[str, ...]) -> bool:
 def differences(before: str, after: str) -> list[Change]:
     """Effective values that differ between two configurations as ``Loaded.dump_yaml`` writes them.
 
-    Raises:
-        ValueError: ``before`` holds no settings; a YAMLError: it is no YAML.
+    Raises ValueError: ``before`` holds no settings; a YAMLError: it is no YAML.
     """
     trees = [yaml.safe_load(text) for text in (before, after)]
     if not (isinstance(trees[0], dict) and trees[0]):
@@ -245,11 +202,9 @@ def continue_run(
             a start from another run's.
         step: steps that this run has done.
 
-    Returns:
-        Lines about what a change of the configuration changes.
+    Returns lines about what a change of the configuration changes.
 
-    Raises:
-        ConfigError: data or schedule are others, and no key asks for that.
+    Raises ConfigError: data or schedule are others, and no key asks for that.
     """
     run = loaded.config
     before: Mapping[str, Any] = checkpoint or {}
@@ -299,8 +254,7 @@ def check_data(
             version, or there is none.
         moved: keys by which that checkpoint names other data (`data_keys`).
 
-    Returns:
-        What stands against going on, and lines about other evaluation data.
+    Returns what stands against going on, and lines about other evaluation data.
     """
     problems: list[Problem] = []
     notes: list[str] = []

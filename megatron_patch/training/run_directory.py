@@ -18,24 +18,20 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
-
-import torch
+from typing import IO, Any
 
 from megatron_patch.checkpoint import last_checkpoint, pinned
 from megatron_patch.checkpoint.directory import IDENTITY, LATEST, NEXT, CheckpointDirectory
-from megatron_patch.parallel.first_rank import on_first_rank
+from megatron_patch.parallel.first_rank import of_all, on_first_rank
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime import environment
 from megatron_patch.runtime.files import check_file, write_whole
 from megatron_patch.runtime.io_errors import may_pass
 from megatron_patch.runtime.lifeline import ATTEMPT_DIR
 from megatron_patch.schema.problem import ConfigError, Problem
+from megatron_patch.schema.run import Loaded, RunConfig
 from megatron_patch.stability.record import FOLDER as TELEMETRY
 from megatron_patch.training import resume_rules
-
-if TYPE_CHECKING:
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.schema.run import Loaded, RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +39,6 @@ FINISHED, LOCK = "FINISHED", ".lock"
 STEP = '{"step": '
 """What the marker begins with."""
 TOKEN = ".seen-by-every-node-"
-AXES = ("tp", "pp", "cp", "dp", "ep")
 
 PATIENCE_S = 90.0
 """How long a node waits for another node's file: NFS may keep a directory for a minute."""
@@ -78,8 +73,7 @@ class RunDirectory:
         Under the launcher, which has seen to it that no other job has the directory, the holder is
         a process of a node that was lost: a file server may take over a minute to notice that.
 
-        Raises:
-            ConfigError: another process has it.
+        Raises ConfigError: another process has it.
         """
         launched = ATTEMPT_DIR in os.environ
         end = time.monotonic() + (LOCK_PATIENCE_SECONDS if launched else 0)
@@ -106,8 +100,7 @@ class RunDirectory:
         It is not made where the run has saved already: then it is not mounted, and that is said
         when the checkpoint is looked for.
 
-        Raises:
-            ConfigError: it cannot be used, or another process has it.
+        Raises ConfigError: it cannot be used, or another process has it.
         """
         root, key = run.checkpoint_directory, "checkpoint.directory"
         with _errors_name(key, root):
@@ -127,18 +120,15 @@ class RunDirectory:
 def take(loaded: Loaded, layout: Layout) -> RunDirectory:
     """The run's directory, locked on the first rank; refused on all ranks alike. Collective.
 
-    Raises:
-        ConfigError: the directory belongs to another run, cannot be used, or is not one directory
-            on all nodes.
+    Raises ConfigError: the directory belongs to another run, cannot be used, or is not one
+    directory on all nodes.
     """
     run = loaded.config
     directory = RunDirectory(run.directory)
 
     def open_here() -> tuple[bool, dict[str, Path]]:
         nonlocal directory
-        sizes = {f"{axis}_size": getattr(layout, f"{axis}_size") for axis in AXES}
-        report = {"world_size": layout.world_size, **sizes, **environment.report()}
-        directory = open_run(loaded, report)
+        directory = open_run(loaded, layout.sizes("{}_size") | environment.report())
         if not directory.finished:
             directory.take_store(run)
         return directory.finished, _leave_tokens(run, directory)
@@ -163,8 +153,7 @@ def open_run(loaded: Loaded, report: dict[str, Any]) -> RunDirectory:
     Nothing that exists is overwritten or deleted: a configuration that changed is kept beside the
     new one, and a directory of another run is refused.
 
-    Raises:
-        ConfigError: what stands against it.
+    Raises ConfigError: what stands against it.
     """
     run, directory = loaded.config, RunDirectory(loaded.config.directory)
     path = directory.path
@@ -213,9 +202,8 @@ def _was_trained_in(path: Path, run: RunConfig) -> bool:
 def _finished(path: Path, run: RunConfig) -> bool:
     """Whether an earlier attempt reached ``train_steps``; a longer run takes the marker back.
 
-    Raises:
-        ConfigError: somebody wrote something else into it. What a crash leaves of it is no text, or
-            the beginning of what was written.
+    Raises ConfigError: somebody wrote something else into it. What a crash leaves of it is no text,
+    or the beginning of what was written.
     """
     marker = path / FINISHED
     if not marker.exists():
@@ -243,8 +231,7 @@ def _finished(path: Path, run: RunConfig) -> bool:
 def _check_files(path: Path, run: RunConfig, *, finished: bool) -> None:
     """Look at what this attempt opens later, when steps would be lost by it.
 
-    Raises:
-        OSError: something there is of another kind, or not ours.
+    Raises OSError: something there is of another kind, or not ours.
     """
     check_file(path / "train.log", appended=True)
     if finished:
@@ -287,8 +274,7 @@ def _record(loaded: Loaded, path: Path, report: dict[str, Any]) -> list[str]:
 def _leave_tokens(run: RunConfig, directory: RunDirectory) -> dict[str, Path]:
     """Files that the other nodes look for, by the key that names the directory.
 
-    Raises:
-        ConfigError: one cannot be made.
+    Raises ConfigError: one cannot be made.
     """
     places = {"run_dir": directory.path}
     checkpoints = run.checkpoint_directory
@@ -313,14 +299,11 @@ def _one_directory(key: str, path: Path, token: Path, layout: Layout) -> list[Pr
     A node without the shared mount would start from scratch, or write checkpoints and logs where no
     other node finds them.
     """
-    blind: list[Any] = [None] * layout.world_size
     seen = layout.local_rank != 0 or sees_token(path, token.name)
-    torch.distributed.all_gather_object(
-        blind, None if seen else f"{socket.gethostname()} (rank {layout.rank}): {path.absolute()}"
-    )
+    here = f"{socket.gethostname()} (rank {layout.rank}): {path.absolute()}"
+    missing = [who for who in of_all("" if seen else here) if who]
     if layout.print_rank:
         token.unlink(missing_ok=True)
-    missing = [who for who in blind if who is not None]
     if not missing:
         return []
     text = (

@@ -23,8 +23,7 @@ MAX_FAILURES = 3
 def check_host_memory(checkpointer: Checkpointer, monitor: Monitor) -> None:
     """Log what a save takes of each node's memory; refuse what cannot be. Collective.
 
-    Raises:
-        ConfigError: the first save would end the run.
+    Raises ConfigError: the first save would end the run.
     """
     sharding = checkpointer.run.checkpoint.optimizer_sharding
     line, problems = host_memory.check(checkpointer.parts, sharding, checkpointer.ranks)
@@ -48,8 +47,7 @@ class Saver:
     def save(self, state: TrainState) -> None:
         """A periodic checkpoint. A failure (full disk) is logged and survived a few times.
 
-        Raises:
-            SaveError: it failed MAX_FAILURES times in a row.
+        Raises SaveError: it failed MAX_FAILURES times in a row.
         """
         self._attempt(lambda: self.checkpointer.save(state), state.step)
 
@@ -61,8 +59,7 @@ class Saver:
     def save_last(self, state: TrainState) -> None:
         """The checkpoint a run ends with, committed when this returns.
 
-        Raises:
-            SaveError: it could not be written; the one before it is the newest.
+        Raises SaveError: it could not be written; the one before it is the newest.
         """
         try:
             self.checkpointer.finalize(blocking=True)
@@ -114,8 +111,7 @@ class Saver:
 
         ``plan`` is called with its step, after the move and before the load.
 
-        Raises:
-            CheckpointError: it is not good any more, and none before it is.
+        Raises CheckpointError: it is not good any more, and none before it is.
         """
         back_to = self.back_to
         assert back_to is not None and back_to <= step

@@ -15,15 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from megatron_patch.schema.effective import decay_steps
 from megatron_patch.schema.problem import Problem
-
-if TYPE_CHECKING:
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 _STYLES = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "constant": "constant"}
 
@@ -121,8 +119,7 @@ def go_on(
 ) -> tuple[list[Problem], list[str]]:
     """Let a scheduler that took over the steps of this run's checkpoint go on with its schedule.
 
-    Returns:
-        What stands against going on, and a line for every change of a learning rate.
+    Returns what stands against going on, and a line for every change of a learning rate.
     """
     o, before, now = run.optimizer, Schedule.saved(content, run), Schedule.of(run)
     same_begin = now.begin_step == before.begin_step
@@ -133,15 +130,9 @@ def go_on(
     old, new = before.shape(), now.shape()
     names = [name for name in new if name in old and old[name] != new[name]]
     if names and o.schedule_from == "start":
-        return [
-            Problem(
-                f"optimizer.{name}",
-                f"{getattr(now, name)}, but the schedule that this run goes on with has "
-                f"{getattr(before, name)}: set it back, or ask for the change with "
-                f"optimizer.schedule_from: now ({change})",
-            )
-            for name in names
-        ], []
+        text = "{}, but the schedule that this run goes on with has {}: set it back, or ask for "
+        text += f"the change with optimizer.schedule_from: now ({change})"
+        return [Problem(f"optimizer.{n}", text.format(new[n], old[n])) for n in names], []
     scheduler.lr_decay_steps = now.decay_steps - now.begin_step
     scheduler.step(increment=0)
     lines = [] if (now.lr, now.min_lr, new) == (before.lr, before.min_lr, old) else [change]

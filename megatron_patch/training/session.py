@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megatron_patch.data.loader import Loaders
+from megatron_patch.monitor.hub import Monitor
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime.heartbeat import phase
+from megatron_patch.runtime.watcher import Watcher
+from megatron_patch.schema.run import RunConfig
 from megatron_patch.training.finite import StepGuard
 from megatron_patch.training.gate import gate_of
-
-if TYPE_CHECKING:
-    from megatron_patch.data.loader import Loaders
-    from megatron_patch.monitor.hub import Monitor
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.runtime.watcher import Watcher
-    from megatron_patch.schema.run import RunConfig
-    from megatron_patch.training.signals import StopFlags
+from megatron_patch.training.signals import StopFlags
 
 
 @dataclass(slots=True)
@@ -55,8 +53,7 @@ def build_session(
 ) -> tuple[Session, int]:
     """Build the parts of a session. Collective.
 
-    Returns:
-        The session and the number of rows of the embedding.
+    Returns the session and the number of rows of the embedding.
     """
     from megatron.core.distributed import finalize_model_grads
 
@@ -71,12 +68,8 @@ def build_session(
     chunks = optimizers.wrap_chunks(run, built.chunks)
     optimizer, line = optimizers.build_optimizer(run, chunks)
     monitor.say(line)
-    guard = StepGuard(
-        layout,
-        stop,
-        check=run.training.check_finite,
-        local_flags=not run.parallel.overlap_grad_reduce,
-    )
+    local = not run.parallel.overlap_grad_reduce
+    guard = StepGuard(layout, stop, check=run.training.check_finite, local_flags=local)
     guard.watch(optimizer, gate_of(optimizer))
 
     def finalize(model: list[Any], num_tokens: Any = None, **options: Any) -> None:
@@ -100,9 +93,8 @@ def build_session(
         ),
         hooks_enabled=run.parallel.overlap_param_gather,
     )
-    padded = built.vocab_size
-    monitor.say(parameter_line(built.chunks, layout, padded))
-    return session, padded
+    monitor.say(parameter_line(built.chunks, layout, built.vocab_size))
+    return session, built.vocab_size
 
 
 def parameter_line(chunks: list[Any], layout: Layout, padded_vocab: int) -> str:

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_patch.core_patches.qk_clip import clip_qk
+from megatron_patch.data.reader import Batch
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime.heartbeat import phase
 from megatron_patch.runtime.watcher import StepResult, UpdateDropped
 from megatron_patch.training import auxiliary
-
-if TYPE_CHECKING:
-    from megatron_patch.data.reader import Batch
-    from megatron_patch.parallel.setup import Layout
-    from megatron_patch.training.session import Session
+from megatron_patch.training.session import Session
 
 REPORT = "loss"  # key of the per-micro-batch report: [sum of token losses, tokens]
 

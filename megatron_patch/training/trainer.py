@@ -33,7 +33,7 @@ from megatron_patch.faults.straggler import Stragglers
 from megatron_patch.monitor.hub import Monitor
 from megatron_patch.parallel import setup
 from megatron_patch.parallel.buffers import unwrap
-from megatron_patch.parallel.first_rank import on_first_rank
+from megatron_patch.parallel.first_rank import of_all, on_first_rank
 from megatron_patch.runtime import garbage
 from megatron_patch.runtime.heartbeat import Heartbeat, phase
 from megatron_patch.runtime.watcher import Action, Pin, ResumePoint, RewindWanted, StepResult, Stop
@@ -147,8 +147,7 @@ def _train(loaded: Loaded, layout: Layout, stop: StopFlags) -> None:
 def _refuse_repeated_crash(layout: Layout, run_dir: Path) -> None:
     """Stop when the ledger says that one step crashes every attempt. Collective.
 
-    Raises:
-        SameStepError: with the report; only where the launcher set a limit.
+    Raises SameStepError: with the report; only where the launcher set a limit.
     """
     if ledger.LIMIT not in os.environ:
         return
@@ -207,8 +206,7 @@ class Trainer:
 
         s, layout, monitor = self.session, self.layout, self.monitor
         roots = [unwrap(chunk) for chunk in s.chunks]
-        hosts: list[Any] = [None] * layout.world_size
-        torch.distributed.all_gather_object(hosts, ledger.node())
+        hosts = of_all(ledger.node())
         self.stability = Stability(
             self.run, layout, s.chunks, monitor=monitor, run_dir=self.run_dir
         )
@@ -243,9 +241,8 @@ class Trainer:
     def _resume(self) -> None:
         """Take over the newest good checkpoint, where there is one.
 
-        Raises:
-            ConfigError: data or schedule are not those of the run so far, and no key asks for
-                it, or the run is beyond its end; of another run's checkpoint: see `inheritance`.
+        Raises ConfigError: data or schedule are not those of the run so far, and no key asks for
+        it, or the run is beyond its end; of another run's checkpoint: see `inheritance`.
         """
         position = self.checkpointer.load()
         if position is None:
@@ -449,8 +446,7 @@ class Trainer:
     def _finish(self, stop: Stop | None) -> None:
         """The last checkpoint; then why the run ends.
 
-        Raises:
-            StabilityStop: the guard stopped the run.
+        Raises StabilityStop: the guard stopped the run.
         """
         with phase("save"):
             if self.position.step > self._begin:

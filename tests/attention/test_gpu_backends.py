@@ -128,9 +128,7 @@ def test_a_model_trains_alike_with_every_backend(backend):
     losses = []
     for name in ("reference", backend):
         run = tiny_run(
-            shape,
-            attention={"backend": name},
-            training={"device": "cuda", "precision": "bf16"},
+            shape, attention={"backend": name}, training={"device": "cuda", "precision": "bf16"}
         )
         torch.manual_seed(1)
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)

@@ -1,7 +1,5 @@
 """The patch for launchers: reaches what a spec cannot, checks what it touches, leaves no trace."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 import pytest

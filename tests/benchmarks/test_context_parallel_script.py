@@ -21,7 +21,7 @@ def bench() -> Any:
     return benchmark_scripts.load("context_parallel")
 
 
-def test_the_plan(bench: Any) -> None:
+def test_the_plan(bench):
     args = Namespace(lengths=[8192, 131072], ranks=[1, 2, 4, 8], problem=bench.Problem())
     plan = list(bench.cells(args, 4))
     assert len({cell.key for cell in plan}) == len(plan)
@@ -51,9 +51,7 @@ def no_stored_result(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench.machine, "RESULTS", tmp_path / "docs")
 
 
-def test_a_result_is_continued_and_a_cell_that_killed_the_run_is_not_tried_again(
-    bench: Any, tmp_path: Path
-) -> None:
+def test_a_result_is_continued_and_a_cell_that_killed_the_run_is_not_tried_again(bench, tmp_path):
     first, second, third = (bench.Cell("p2p", 2, tokens) for tokens in (1, 2, 3))
     old = record(bench, tmp_path)
     old.put(first, {"total_ms": 1.0})
@@ -72,7 +70,7 @@ def test_a_result_is_continued_and_a_cell_that_killed_the_run_is_not_tried_again
         assert record(bench, tmp_path).done(first) == continued
 
 
-def test_no_cell_is_begun_that_cannot_end_in_time(bench: Any) -> None:
+def test_no_cell_is_begun_that_cannot_end_in_time(bench):
     problem = bench.Problem()
     short, long = (bench.Cell("p2p", 4, tokens) for tokens in (8192, 524288))
     assert bench.seconds_needed(short, problem) < 10
@@ -83,7 +81,7 @@ def test_no_cell_is_begun_that_cannot_end_in_time(bench: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_every_system_computes_the_attention_of_the_whole_sequence(tmp_path: Path) -> None:
+def test_every_system_computes_the_attention_of_the_whole_sequence(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "4", str(ROOT / "benchmarks" / "context_parallel.py")]
     command += ["--smoke", "--out", str(tmp_path)]

@@ -29,7 +29,7 @@ def run_script(name: str, *arguments: str, library: Path) -> subprocess.Complete
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_digest_of_compiled_functions(tmp_path: Path) -> None:
+def test_digest_of_compiled_functions(tmp_path):
     """Jitted functions, constants and tiles count; what launches them does not."""
     folder = tmp_path / "kernels" / "stable_attention"
     (folder / "triton").mkdir(parents=True)
@@ -67,9 +67,7 @@ esac
 @pytest.mark.parametrize(
     ("planted", "errors", "clean"), [(1, 0, True), (1, 2, False), (0, 0, False)]
 )
-def test_sanitizer_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: int, errors: int, clean: bool
-) -> None:
+def test_sanitizer_verdict(tmp_path, monkeypatch, planted, errors, clean):
     """Clean means: the planted error was found and the set gave none."""
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(FAKE_TOOL.format(planted=planted, errors=errors))
@@ -82,7 +80,7 @@ def test_sanitizer_verdict(
     assert result["clean"] is clean and result["checkers"]["memcheck"]["errors"] == errors
 
 
-def test_sanitizer_that_cannot_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sanitizer_that_cannot_run_says_so(tmp_path, monkeypatch):
     late = sanitizer.judge("case done: x\n", late=True, seconds=1.0)
     assert late["errors"] is None and late["timed_out"]
     refused = "Error: Device not supported\n========= ERROR SUMMARY: 0 errors\n"
@@ -105,7 +103,7 @@ def _one_more(problem, q, *a, **k):
 
 
 @pytest.mark.slow
-def test_trees_take_turns_in_one_process(tmp_path: Path) -> None:
+def test_trees_take_turns_in_one_process(tmp_path):
     """Other tiles, and a changed copy; a broken version is a line, not an end."""
     right = "result = dispatch.select(problem, q.device).forward(\n        "
     for name, wrong in (
@@ -148,8 +146,6 @@ def test_trees_take_turns_in_one_process(tmp_path: Path) -> None:
         (f"tree={ROOT}@forward/64=64,64", "is not PASS/HEAD_DIM=FIELDS"),
     ],
 )
-def test_versions_that_cannot_be_compared_are_refused(
-    version: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_versions_that_cannot_be_compared_are_refused(version, says, capsys):
     assert benchmark_scripts.load("compare_trees").main([version, "--device=cpu"]) == 2
     assert says in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """`benchmarks/plan.py`: its cases plan and fit, and its arithmetic."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

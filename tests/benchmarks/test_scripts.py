@@ -29,9 +29,7 @@ HEAD = {
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_says_what_it_does(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_every_script_says_what_it_does(name, monkeypatch, capsys):
     script = benchmark_scripts.load(name)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit) as ended:
@@ -45,7 +43,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_what_a_script_imports_of_the_packages_is_there(path: Path) -> None:
+def test_what_a_script_imports_of_the_packages_is_there(path):
     """Also inside functions, which only a GPU or a checkpoint would reach."""
     missing = []
     for node in ast.walk(ast.parse(path.read_text())):
@@ -65,17 +63,17 @@ def test_what_a_script_imports_of_the_packages_is_there(path: Path) -> None:
     assert missing == []
 
 
-def test_pages_agree_with_their_results(capsys: pytest.CaptureFixture) -> None:
+def test_pages_agree_with_their_results(capsys):
     assert tables.main(["--check"]) == 0, f"{capsys.readouterr().out}run: make docs"
 
 
-def test_performance_has_no_other_markers() -> None:
+def test_performance_has_no_other_markers():
     text = (ROOT / "docs" / "performance.md").read_text()
     assert set(re.findall(r"<!-- ([a-z0-9-]+):begin -->", text)) <= {"versions", *tables.TABLES}
     assert "Not measured yet" not in text
 
 
-def test_every_stored_result_says_where_it_comes_from() -> None:
+def test_every_stored_result_says_where_it_comes_from():
     files = {file for file, _, _ in tables.TABLES.values()}
     for path in (ROOT / "docs" / "assets").glob("*.json"):
         assert path.stem in files, "rendered by no table"
@@ -87,7 +85,7 @@ def page(name: str) -> str:
     return f"a\n<!-- {name}:begin -->\nold\n<!-- {name}:end -->\nb\n"
 
 
-def test_markers(tmp_path: Path) -> None:
+def test_markers(tmp_path):
     text = tables.fill(page("kernel-speed"), tmp_path)
     assert text.startswith("a\n") and text.endswith("b\n") and "attention.py" in text
     assert tables.fill(page("evidence"), tmp_path) == page("evidence")  # somebody else's
@@ -99,7 +97,7 @@ def render(name: str, parts: tables.Parts) -> str:
     return machine.markdown(parts.values(), tables.TABLES[name][2](parts))
 
 
-def test_results_are_stored_by_part(tmp_path: Path) -> None:
+def test_results_are_stored_by_part(tmp_path):
     for part, value in (("a", 1), ("b", 2), ("a", 3)):
         machine.write_result("x", {"value": value}, tmp_path, part=part, head=HEAD)
     parts = json.loads((tmp_path / "x.json").read_text())
@@ -123,7 +121,7 @@ def attention(**more: Any) -> dict[str, Any]:
     return {"speed": result | {"functions": machine.functions_digest()} | more}
 
 
-def test_borrowed_backwards() -> None:
+def test_borrowed_backwards():
     def row(n: int, **dq: float) -> dict[str, Any]:
         return {"n": n, "dq": {"own": 0.01, "sdpa_cudnn": 0.01, "sdpa_flash": 0.011} | dq}
 
@@ -136,7 +134,7 @@ def test_borrowed_backwards() -> None:
     assert "| `fa4` | 1.000 | 2.048 | 8.192 | 32.768 | 2.000 | 1.00 |" in text
 
 
-def test_speeds_of_kernels() -> None:
+def test_speeds_of_kernels():
     text = render("kernel-speed", attention())
     assert "| d 128 | 1 | 0.80, 1.00 | 1.60, 1.67 | - | 1.25, 1.00 |" in text
     assert "Measured: H100, 2026-01-02, 0123456789ab+changes." in text and "changed" not in text
@@ -148,7 +146,7 @@ def test_speeds_of_kernels() -> None:
     assert "| cuDNN (SDPA) | 1.00 ms | 3.00 ms | 0 |" in cost
 
 
-def test_speeds_of_context_parallelism() -> None:
+def test_speeds_of_context_parallelism():
     alone = tables.same_work(131072, 8, 64)
 
     def one(system: str, ranks: int, tokens: int, **figures: Any) -> dict[str, Any]:
@@ -169,7 +167,7 @@ def test_speeds_of_context_parallelism() -> None:
     assert "wrong output (relative error of O): torch, allgather (0.50)." in text
 
 
-def test_a_plan_is_shown_by_its_worst_rank() -> None:
+def test_a_plan_is_shown_by_its_worst_rank():
     rank = {"planned": 2**30, "allocated": 2**30, "stage": 0, "ratio": 1.0}
     bad = rank | {"allocated": 2 * 2**30, "ratio": 0.5}
     cases = [
@@ -184,7 +182,7 @@ def test_a_plan_is_shown_by_its_worst_rank() -> None:
     assert "1 of 3 cases within 10%" in text
 
 
-def test_the_plot(tmp_path: Path) -> None:
+def test_the_plot(tmp_path):
     stored = json.loads((ROOT / "docs" / "assets" / "attention.json").read_text())["speed"]
     benchmark_scripts.load("attention").plot(stored, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000

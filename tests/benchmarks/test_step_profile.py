@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import benchmark_scripts
@@ -33,7 +32,7 @@ EVENTS = [
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_kernels_by_part_and_time_without_any(script: Any, tmp_path: Path, name: str) -> None:
+def test_kernels_by_part_and_time_without_any(script, tmp_path, name):
     text = json.dumps({"traceEvents": EVENTS}).encode()
     path = tmp_path / name
     path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
@@ -55,5 +54,5 @@ def test_kernels_by_part_and_time_without_any(script: Any, tmp_path: Path, name:
         ("something new", "other"),
     ],
 )
-def test_parts(script: Any, kernel: str, part: str) -> None:
+def test_parts(script, kernel, part):
     assert script.part_of(kernel) == part

@@ -46,7 +46,7 @@ def write(
     return str(folder)
 
 
-def test_what_was_put_into_runs_is_found(script: Any, tmp_path: Path) -> None:
+def test_what_was_put_into_runs_is_found(script, tmp_path):
     run = write(tmp_path / "run", (1, 4000, 0.125, 0.025), (4001, 6000, 0.08, 0.05),
                 (6001, 6200, 0.08, 0.05))  # fmt: skip
     one, two = script.from_runs([Path(run)], known=[])  # the third is too short to say anything

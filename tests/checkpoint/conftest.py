@@ -1,7 +1,5 @@
 """Makes the helper modules of this folder importable, here and in the processes tests start."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

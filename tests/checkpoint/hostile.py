@@ -1,7 +1,7 @@
 """Checkpoints of an attacker who can write files and reseal an unsigned manifest.
 
 Every attack starts from a good directory and leaves one whose hashes are right, so that what
-refuses it is the reader and not the hash. ``ATTACKS`` maps a name to ``attack(folder, sentinel)``.
+refuses it is the reader and not the hash. ``ATTACKS`` names them all.
 """
 
 from __future__ import annotations
@@ -124,14 +124,63 @@ def tensor_archive(declared: int, size: tuple[int, ...], present: int, offset: i
     return archive(made, {"data/0": bytes(4 * present)})
 
 
-def _index_pickle(folder: Path, sentinel: Path) -> None:
-    put_index(folder, pickle.dumps(Payload(sentinel)))
+def saved(value: Any) -> bytes:
+    """A torch archive of ``value``."""
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
 
 
-def _index_eval_inside(folder: Path, sentinel: Path) -> None:
-    index = index_of(folder)
-    index.planner_data = {"x": Evaluated(sentinel)}
-    put_index(folder, index)
+def of_every_shard(name: str, new: Callable[[Any], Any]) -> Callable[[Any, Path], None]:
+    """Sets a field of every place in the index."""
+
+    def change(index: Any, sentinel: Path) -> None:
+        for entry in index.storage_data.values():
+            setattr(entry, name, new(entry))
+
+    return change
+
+
+def _huge_tensor(index: Any, sentinel: Path) -> None:
+    entry = index.state_dict_metadata["embedding.word_embeddings.weight"]
+    entry.chunks[0].sizes = torch.Size([1 << 50, 1 << 10])
+
+
+INDEXES: dict[str, Callable[[Path], bytes]] = {
+    "index_pickle": lambda sentinel: pickle.dumps(Payload(sentinel)),
+    "index_getattr": lambda sentinel: (
+        b"cbuiltins\ngetattr\n(cos\nVsystem\ntR(Vtouch " + os.fsencode(sentinel) + b"\ntR."
+    ),
+    "index_allocates": lambda _: b"\x80\x04\x8e" + (1 << 45).to_bytes(8, "little") + b"abc.",
+    "index_other_class": lambda _: pickle.dumps({"no": "index"}),
+}
+"""What stands in the place of the index."""
+EDITS: dict[str, Callable[[Any, Path], None]] = {
+    "index_eval_inside": lambda index, s: setattr(index, "planner_data", {"x": Evaluated(s)}),
+    "index_outside": of_every_shard("relative_path", lambda e: f"../../{e.relative_path}"),
+    "index_beyond_end": of_every_shard("length", lambda _: 1 << 50),
+    "index_decoder": of_every_shard("transform_descriptors", lambda _: ["stream.zstd"]),
+    "index_huge_tensor": _huge_tensor,
+}
+"""What becomes of the index."""
+ITEMS: dict[str, tuple[str, Callable[[Path], bytes]]] = {
+    "common_state": ("common_state", lambda sentinel: saved([Payload(sentinel)])),
+    "common_state_legacy": ("common_state", lambda sentinel: pickle.dumps([Payload(sentinel)])),
+    "random_state": ("rng_state", lambda sentinel: saved([Evaluated(sentinel)])),
+    "tensor": ("embedding", lambda sentinel: archive(pickle.dumps(Payload(sentinel), protocol=2))),
+    "tensor_legacy": ("embedding", lambda sentinel: pickle.dumps(Payload(sentinel))),
+    "zip_bomb": ("embedding", lambda _: archive(
+        structure(_Tensor(_Storage(1 << 22), (64, 32))), {"data/0": bytes(1 << 24)},
+        compression=zipfile.ZIP_DEFLATED)),
+    # torch would read past the record: the size is taken from the structure.
+    "storage_larger_than_record": (
+        "embedding", lambda _: tensor_archive(1 << 40, (64, 32), 2048)),
+    "view_larger_than_storage": (
+        "embedding", lambda _: tensor_archive(2048, (1 << 20, 1 << 20), 2048)),
+    "view_before_storage": (
+        "embedding", lambda _: tensor_archive(2048, (64, 32), 2048, offset=-4096)),
+}  # fmt: skip
+"""Whose content is replaced, and by what."""
 
 
 def _index_sets_class(folder: Path, sentinel: Path) -> None:
@@ -140,91 +189,6 @@ def _index_sets_class(folder: Path, sentinel: Path) -> None:
     name = b"ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\n"
     patch = name + b"(N}(V__setstate__\nctorch\nSize\nutb"
     put_index(folder, good[:-1] + b"0" + patch + b".")
-
-
-def _index_getattr(folder: Path, sentinel: Path) -> None:
-    put_index(
-        folder, b"cbuiltins\ngetattr\n(cos\nVsystem\ntR(Vtouch " + os.fsencode(sentinel) + b"\ntR."
-    )
-
-
-def _index_allocates(folder: Path, sentinel: Path) -> None:
-    put_index(folder, b"\x80\x04\x8e" + (1 << 45).to_bytes(8, "little") + b"abc.")
-
-
-def _index_other_class(folder: Path, sentinel: Path) -> None:
-    put_index(folder, pickle.dumps({"no": "index"}))
-
-
-def _index_outside(folder: Path, sentinel: Path) -> None:
-    index = index_of(folder)
-    for entry in index.storage_data.values():
-        entry.relative_path = f"../../{entry.relative_path}"
-    put_index(folder, index)
-
-
-def _index_beyond_end(folder: Path, sentinel: Path) -> None:
-    index = index_of(folder)
-    for entry in index.storage_data.values():
-        entry.length = 1 << 50
-    put_index(folder, index)
-
-
-def _index_decoder(folder: Path, sentinel: Path) -> None:
-    index = index_of(folder)
-    for entry in index.storage_data.values():
-        entry.transform_descriptors = ["stream.zstd"]
-    put_index(folder, index)
-
-
-def _index_huge_tensor(folder: Path, sentinel: Path) -> None:
-    index = index_of(folder)
-    entry = index.state_dict_metadata["embedding.word_embeddings.weight"]
-    entry.chunks[0].sizes = torch.Size([1 << 50, 1 << 10])
-    put_index(folder, index)
-
-
-def _common_state(folder: Path, sentinel: Path) -> None:
-    out = io.BytesIO()
-    torch.save([Payload(sentinel)], out)
-    put_item(folder, "common_state", out.getvalue())
-
-
-def _common_state_legacy(folder: Path, sentinel: Path) -> None:
-    put_item(folder, "common_state", pickle.dumps([Payload(sentinel)]))
-
-
-def _random_state(folder: Path, sentinel: Path) -> None:
-    out = io.BytesIO()
-    torch.save([Evaluated(sentinel)], out)
-    put_item(folder, "rng_state", out.getvalue())
-
-
-def _tensor(folder: Path, sentinel: Path) -> None:
-    put_item(folder, "embedding", archive(pickle.dumps(Payload(sentinel), protocol=2)))
-
-
-def _tensor_legacy(folder: Path, sentinel: Path) -> None:
-    put_item(folder, "embedding", pickle.dumps(Payload(sentinel)))
-
-
-def _zip_bomb(folder: Path, sentinel: Path) -> None:
-    made = structure(_Tensor(_Storage(1 << 22), (64, 32)))
-    bomb = archive(made, {"data/0": bytes(1 << 24)}, compression=zipfile.ZIP_DEFLATED)
-    put_item(folder, "embedding", bomb)
-
-
-def _storage_larger_than_record(folder: Path, sentinel: Path) -> None:
-    """torch would read past the record: the size is taken from the structure."""
-    put_item(folder, "embedding", tensor_archive(1 << 40, (64, 32), 2048))
-
-
-def _view_larger_than_storage(folder: Path, sentinel: Path) -> None:
-    put_item(folder, "embedding", tensor_archive(2048, (1 << 20, 1 << 20), 2048))
-
-
-def _view_before_storage(folder: Path, sentinel: Path) -> None:
-    put_item(folder, "embedding", tensor_archive(2048, (64, 32), 2048, offset=-4096))
 
 
 def _common_file(folder: Path, sentinel: Path) -> None:
@@ -243,38 +207,21 @@ def _named_pipe(folder: Path, sentinel: Path) -> None:
     os.mkfifo(folder / SHARD)
 
 
-ATTACKS: dict[str, Callable[[Path, Path], None]] = {
-    function.__name__[1:]: function
-    for function in (
-        _index_pickle,
-        _index_eval_inside,
-        _index_sets_class,
-        _index_getattr,
-        _index_allocates,
-        _index_other_class,
-        _index_outside,
-        _index_beyond_end,
-        _index_decoder,
-        _index_huge_tensor,
-        _common_state,
-        _common_state_legacy,
-        _random_state,
-        _tensor,
-        _tensor_legacy,
-        _zip_bomb,
-        _storage_larger_than_record,
-        _view_larger_than_storage,
-        _view_before_storage,
-        _common_file,
-        _link,
-        _named_pipe,
-    )
-}
+FILES = {f.__name__[1:]: f for f in (_index_sets_class, _common_file, _link, _named_pipe)}
+ATTACKS = (*INDEXES, *EDITS, *ITEMS, *FILES)
 NOT_RESEALED = {"link", "named_pipe"}  # the manifest already describes what was there
 
 
 def attack(folder: Path, name: str, sentinel: Path) -> None:
     """Carry out one attack on a good checkpoint directory."""
-    ATTACKS[name](folder, sentinel)
+    if name in INDEXES:
+        put_index(folder, INDEXES[name](sentinel))
+    elif name in EDITS:
+        EDITS[name](index := index_of(folder), sentinel)
+        put_index(folder, index)
+    elif name in ITEMS:
+        put_item(folder, ITEMS[name][0], ITEMS[name][1](sentinel))
+    else:
+        FILES[name](folder, sentinel)
     if name not in NOT_RESEALED:
         reseal(folder)

@@ -384,17 +384,8 @@ def steps_while_saving(root: str) -> dict[str, Any]:
 
 
 # What an attacker wants resolved; gloo and core pickle messages of their own, which are not files.
-FORBIDDEN = {
-    "os",
-    "posix",
-    "nt",
-    "subprocess",
-    "builtins",
-    "__builtin__",
-    "sys",
-    "runpy",
-    "importlib",
-}
+FORBIDDEN = {"os", "posix", "nt", "subprocess", "builtins", "__builtin__", "sys", "runpy",
+             "importlib"}  # fmt: skip
 _resolved: list[str] = []
 _hooked = False
 

@@ -1,10 +1,5 @@
 """Resuming on GPUs: CUDA random streams, fused AdamW, background saves beside running kernels."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from rank_pool import load, save
 from test_resume import assert_same
@@ -24,9 +19,7 @@ def gpu_ranks():
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_same_layout_resumes_bitwise(
-    gpu_ranks: Any, tmp_path: Path, world: int, sharding: str, background: bool
-) -> None:
+def test_same_layout_resumes_bitwise(gpu_ranks, tmp_path, world, sharding, background):
     """BF16 with FP32 main weights, dropout on, training on while the background save writes."""
     if world > gpu_ranks.size:
         pytest.skip(f"needs {world} GPUs, {gpu_ranks.size} here")

@@ -37,7 +37,7 @@ def outcomes(ranks: Any, good: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_nothing_runs(outcomes: dict[str, Any], name: str) -> None:
+def test_nothing_runs(outcomes, name):
     found = outcomes[name]
     assert not found["ran"] and found["resolved"] == []
     assert found["outcome"] == "step 1", found
@@ -60,11 +60,11 @@ def test_nothing_runs(outcomes: dict[str, Any], name: str) -> None:
         ("storage_larger_than_record", "has another size"),
     ],
 )
-def test_the_reason_names_what_it_was(outcomes: dict[str, Any], name: str, named: str) -> None:
+def test_the_reason_names_what_it_was(outcomes, name, named):
     assert any(named in line for line in outcomes[name]["lines"]), outcomes[name]["lines"]
 
 
-def test_the_payloads_are_live(ranks: Any, good: Path, tmp_path: Path) -> None:
+def test_the_payloads_are_live(ranks, good, tmp_path):
     """Core 0.19.2 by itself runs the index and the common state: the tests above can fail."""
     names = ["index_pickle", "common_state"]
     (ran,) = ranks.play("core_runs_it", folder=str(tmp_path), good=str(good), names=names)

@@ -127,8 +127,8 @@ class TestLatest:
 
     @pytest.mark.parametrize("lines", [LINE, []])
     def test_an_older_one_in_a_store_of_an_earlier_version_is_honoured_once(
-        self, store: Path, caplog: pytest.LogCaptureFixture, lines: list[str]
-    ) -> None:
+        self, store, caplog, lines
+    ):
         of_earlier_version(store, *lines)
         point(store, 1000)
         assert found(store) == name(1000)
@@ -143,7 +143,7 @@ class TestLatest:
         with pytest.raises(CheckpointError, match="is newer"):
             found(store)
 
-    def test_an_older_one_is_refused_later(self, store: Path) -> None:
+    def test_an_older_one_is_refused_later(self, store):
         point(store, 1000)
         for _ in range(2):
             with pytest.raises(CheckpointError) as error:
@@ -157,7 +157,7 @@ class TestLatest:
             assert error.value.exit_code == 4
         assert len(complete(store)) == 4 and not aside(store)
 
-    def test_one_that_is_not_there_is_refused_later(self, store: Path) -> None:
+    def test_one_that_is_not_there_is_refused_later(self, store):
         point(store, 1250)
         with pytest.raises(CheckpointError, match="is not a complete checkpoint here") as error:
             found(store)
@@ -168,9 +168,7 @@ class TestLatest:
         [None, b"", b"\n", b"\0" * 24, b"step_0000", b"step_00002000.att\0\0\0\0\0\0",
          b"step_00002000", b"\xff\n", b"step_0000\x802000.attempt-1", b"st\0p_00001000.attempt-1"],
     )  # fmt: skip
-    def test_an_empty_or_torn_one_recovers_with_a_warning(
-        self, store: Path, caplog: pytest.LogCaptureFixture, data: bytes | None
-    ) -> None:
+    def test_an_empty_or_torn_one_recovers_with_a_warning(self, store, caplog, data):
         """What a crash leaves: nothing, NUL bytes, the beginning of the name, bytes of no text."""
         (store / LATEST).unlink()
         if data is not None:
@@ -181,9 +179,7 @@ class TestLatest:
         assert latest(store) == name(2500) + "\n"
 
     @pytest.mark.parametrize("codec", ["utf-8", "utf-8-sig", "utf-16"])
-    def test_an_editor_s_spelling_of_the_name_is_the_name(
-        self, store: Path, codec: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_an_editor_s_spelling_of_the_name_is_the_name(self, store, codec, caplog):
         for text in ("{}\n", "{}\r\n", " {} \n\n", "{}\0\0"):
             (store / LATEST).write_bytes(text.format(name(2000)).encode(codec))
             assert found(store) == name(2000) and not caplog.text
@@ -192,7 +188,7 @@ class TestLatest:
                 found(store)
 
     @pytest.mark.parametrize("earlier_version", [False, True])
-    def test_a_wish_is_refused_with_the_commands(self, store: Path, earlier_version: bool) -> None:
+    def test_a_wish_is_refused_with_the_commands(self, store, earlier_version):
         """And nothing is rewritten, by however many starts, a look or a pruning."""
         newest.go_back(CheckpointDirectory(store), name(1500))  # 2000 is aside
         (store / (name(1700) + ".tmp")).mkdir()
@@ -222,7 +218,7 @@ class TestLatest:
             inspect.roll_back(store, name(1500))
             assert found(store) == name(1500) and latest(store) == name(1500) + "\n"
 
-    def test_another_run_s_store_is_judged_alike_and_not_changed(self, store: Path) -> None:
+    def test_another_run_s_store_is_judged_alike_and_not_changed(self, store):
         """``load_from``."""
         reader = CheckpointStore(store)
         of_earlier_version(store, *LINE)
@@ -250,7 +246,7 @@ class TestEarlierVersion:
         point(tmp_path, 1700)
         return tmp_path
 
-    def test_both_sides_of_the_branch_that_is_trained(self, went_back: Path) -> None:
+    def test_both_sides_of_the_branch_that_is_trained(self, went_back):
         """1500 is older than 1700, and would come next when that is damaged."""
         assert found(went_back) == name(1700)
         assert moved(went_back) == [name(1500), name(2000)]
@@ -258,16 +254,16 @@ class TestEarlierVersion:
         damage(went_back, 1700)
         assert found(went_back) == name(1100)
 
-    def test_a_lost_pointer_means_the_branch_saved_last(self, went_back: Path) -> None:
+    def test_a_lost_pointer_means_the_branch_saved_last(self, went_back):
         (went_back / LATEST).unlink()
         assert found(went_back) == name(1700)
 
-    def test_it_need_not_be_there_any_more(self, went_back: Path) -> None:
+    def test_it_need_not_be_there_any_more(self, went_back):
         """Moved aside as damaged by the start before."""
         os.rename(went_back / name(1700), went_back / "gone")
         assert found(went_back) == name(1100) and latest(went_back) == name(1100) + "\n"
 
-    def test_nothing_older_is_for_a_person(self, went_back: Path) -> None:
+    def test_nothing_older_is_for_a_person(self, went_back):
         for step in (500, 1000, 1100, 1700):
             os.rename(went_back / name(step), went_back / f"gone-{step}")
         for _ in range(2):
@@ -278,11 +274,11 @@ class TestEarlierVersion:
         newest.go_back(CheckpointDirectory(went_back), name(1500))
         assert found(went_back) == name(1500) and moved(went_back) == [name(2000)]
 
-    def test_a_save_without_a_look_takes_it_over_as_well(self, went_back: Path) -> None:
+    def test_a_save_without_a_look_takes_it_over_as_well(self, went_back):
         save(CheckpointStore(went_back, keep_last=None), 1800)
         assert found(went_back) == name(1800) and name(2000) not in complete(went_back)
 
-    def test_what_nobody_recorded_is_older_still(self, tmp_path: Path) -> None:
+    def test_what_nobody_recorded_is_older_still(self, tmp_path):
         """Stores of before ``lineage``, gone on by the version before; torn lines."""
         run(tmp_path, 500, 1000, 1100, 1500)
         torn = [f"{name(2)} step_000", f"../../x {name(1)}", f"{name(1500)} {name(1)[:9]}"]
@@ -294,12 +290,12 @@ class TestEarlierVersion:
             name(1100),
         ]
 
-    def test_a_loop_in_it_ends(self, went_back: Path) -> None:
+    def test_a_loop_in_it_ends(self, went_back):
         lines = f"{name(1500)} {name(1700)}\n{name(1700)} {name(1500)}\n"
         (went_back / "lineage").write_text(lines)
         assert found(went_back) == name(1700)
 
-    def test_kept_json_becomes_pinned(self, went_back: Path) -> None:
+    def test_kept_json_becomes_pinned(self, went_back):
         kept = {name(500): {"danger": 560, "signs_since": 505}, name(1000): "before the\nnew data"}
         (went_back / "kept.json").write_text(json.dumps(kept))
         told = {
@@ -316,16 +312,14 @@ class TestEarlierVersion:
         assert not (went_back / "kept.json").exists() and "kept.json" in aside(went_back)
 
     @pytest.mark.parametrize("text", ["", "[]", '{"step_0000', '{"x": "y"}', "[" * 100_000])
-    def test_a_damaged_kept_json_deletes_nothing(
-        self, went_back: Path, text: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_damaged_kept_json_deletes_nothing(self, went_back, text, caplog):
         (went_back / "kept.json").write_text(text)
         run(went_back, 1800, keep=1)
         assert len(complete(went_back)) == 5
         assert "no old checkpoint is deleted: " in caplog.text and "kept.json: " in caplog.text
 
 
-def test_a_rewind(store: Path) -> None:
+def test_a_rewind(store):
     checkpoints = CheckpointStore(store, keep_last=None)
     assert checkpoints.newest_at(1600) == 1500
     checkpoints.abandon_after(1600)
@@ -336,7 +330,7 @@ def test_a_rewind(store: Path) -> None:
         checkpoints.abandon_after(400)
 
 
-def test_a_save_of_an_earlier_step_leaves_no_newer_one(store: Path) -> None:
+def test_a_save_of_an_earlier_step_leaves_no_newer_one(store):
     """Its training did not continue them: the next start must not, either."""
     save(CheckpointStore(store, keep_last=None), 1200)
     assert complete(store) == [name(500), name(1000), name(1200)]
@@ -370,7 +364,7 @@ def kill_before_rename(number: int, work: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("renames", range(4))
-def test_a_rewind_that_was_killed_is_finished_by_the_next_start(store: Path, renames: int) -> None:
+def test_a_rewind_that_was_killed_is_finished_by_the_next_start(store, renames):
     """Announced, then a rename a checkpoint, then the pointer: at no instant is it undecided."""
     kill_before_rename(renames, lambda: CheckpointStore(store).abandon_after(1000))
     if renames == 0:  # not announced: as if nothing had been asked
@@ -382,9 +376,7 @@ def test_a_rewind_that_was_killed_is_finished_by_the_next_start(store: Path, ren
 
 
 @pytest.mark.parametrize("renames", range(6))
-def test_an_upgrade_that_was_killed_is_finished_by_the_next_start(
-    store: Path, renames: int
-) -> None:
+def test_an_upgrade_that_was_killed_is_finished_by_the_next_start(store, renames):
     of_earlier_version(store, *LINE)
     point(store, 1000)
     kill_before_rename(renames, lambda: found(store))
@@ -393,9 +385,7 @@ def test_an_upgrade_that_was_killed_is_finished_by_the_next_start(
     assert CheckpointDirectory(store).current and "lineage" in aside(store)
 
 
-def test_a_commit_killed_before_the_pointer_is_the_newest(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_killed_before_the_pointer_is_the_newest(store, monkeypatch):
     """And killed before the directory has its name, it is none."""
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointDirectory, "publish", lambda self: (_ for _ in ()).throw(Killed))

@@ -33,9 +33,7 @@ def store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> CheckpointStore:
     ("began", "chosen"),
     [(1501, 1500), (1500, 1000), (1001, 1000), (1000, 500), (500, 500), (1, 500)],
 )
-def test_the_newest_from_before_the_signs_or_the_oldest(
-    store: CheckpointStore, began: int, chosen: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_newest_from_before_the_signs_or_the_oldest(store, began, chosen, caplog):
     assert pin(store, 1600, began)
     line = f"{name(chosen)} danger at step 1600, signs since step {began}\n"
     assert (store.root / pinned.FILE).read_text() == line
@@ -44,9 +42,7 @@ def test_the_newest_from_before_the_signs_or_the_oldest(
     assert "to go back to it: megatron-patch checkpoint rollback" in caplog.text
 
 
-def test_it_outlives_age_and_what_the_same_signs_lead_to(
-    store: CheckpointStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_outlives_age_and_what_the_same_signs_lead_to(store, caplog):
     store.keep_last = 2
     pin(store, 1100, 1050)
     for step in (2000, 2500, 3000):
@@ -62,7 +58,7 @@ def test_it_outlives_age_and_what_the_same_signs_lead_to(
     assert complete(store.root) == [name(4000), name(4500)]
 
 
-def test_two_at_most(store: CheckpointStore) -> None:
+def test_two_at_most(store):
     """The first stays whatever comes, a false alarm or not; of the later ones the last."""
     store.keep_last = 2
     pin(store, 1100, 1050)
@@ -77,13 +73,13 @@ def test_two_at_most(store: CheckpointStore) -> None:
         assert complete(store.root) == [*mine, name(danger + 500), name(danger + 1000)]
 
 
-def test_another_danger_may_have_the_same_way_back(store: CheckpointStore) -> None:
+def test_another_danger_may_have_the_same_way_back(store):
     """Nothing was saved in the calm between: the line is of the last danger, and covers it."""
     assert pin(store, 1600, 1501) and pin(store, 1800, 1750)
     assert pinned.read(store.root) == {name(1500): "danger at step 1800, signs since step 1750"}
 
 
-def test_what_a_person_pins_is_no_answer_to_a_danger(store: CheckpointStore) -> None:
+def test_what_a_person_pins_is_no_answer_to_a_danger(store):
     (store.root / pinned.FILE).write_text(f"{name(500)} a milestone\n\n {name(1500)}\n")
     assert pin(store, 1600, 1100)
     found = pinned.read(store.root)
@@ -94,7 +90,7 @@ def test_what_a_person_pins_is_no_answer_to_a_danger(store: CheckpointStore) -> 
     assert pin(store, 1600, 1100) and pinned.read(store.root) == {name(1000): "an ?[31mold one"}
 
 
-def test_one_that_was_moved_aside_is_followed_by_another(store: CheckpointStore) -> None:
+def test_one_that_was_moved_aside_is_followed_by_another(store):
     """Its line stays: moved back, it is pinned again."""
     pin(store, 1600, 1100)
     moved = newest.go_back(store.directory, name(500))
@@ -107,9 +103,7 @@ def test_one_that_was_moved_aside_is_followed_by_another(store: CheckpointStore)
     [(name(1000), False), (name(1000, 2), True), (name(10), True), ("", False),
      (f"{name(10)} danger at step 600, signs since step 50", False), (f"{name(500)} aside", False)],
 )  # fmt: skip
-def test_a_pin_of_nothing_is_told(
-    store: CheckpointStore, line: str, lost: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pin_of_nothing_is_told(store, line, lost, caplog):
     """A slip of the pen, and the checkpoint that is meant would go without a word."""
     store.directory.move_aside(store.root / name(500), "abandoned")
     (store.root / pinned.FILE).write_text(line + "\n")
@@ -118,16 +112,14 @@ def test_a_pin_of_nothing_is_told(
 
 
 @pytest.mark.parametrize("line", ["1000", "step_00001000", "iter_0001000", "latest", "/a/b", "*"])
-def test_a_line_that_names_no_checkpoint_stops_every_deletion(
-    store: CheckpointStore, line: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_line_that_names_no_checkpoint_stops_every_deletion(store, line, caplog):
     (store.root / pinned.FILE).write_text(line + "\n")
     store.keep_last = 1
     save(store, 2000)
     assert len(complete(store.root)) == 4 and "no old checkpoint is deleted" in caplog.text
 
 
-def test_who_went_back_to_the_pinned_one_keeps_it(store: CheckpointStore) -> None:
+def test_who_went_back_to_the_pinned_one_keeps_it(store):
     pin(store, 1600, 1100)
     newest.go_back(store.directory, name(1000))
     new = run(store.root, 1100, 1200, 1300, keep=1)
@@ -137,13 +129,13 @@ def test_who_went_back_to_the_pinned_one_keeps_it(store: CheckpointStore) -> Non
     assert pin(new, 5600, 5050) and pins(store) == [name(1000), name(5000)]
 
 
-def test_only_what_is_complete(tmp_path: Path) -> None:
+def test_only_what_is_complete(tmp_path):
     new = CheckpointStore(tmp_path / "new")
     new.begin(600)
     assert not pin(new, 600, 650) and not (tmp_path / "new" / pinned.FILE).exists()
 
 
-def test_damaged_ones_are_passed_over(store: CheckpointStore) -> None:
+def test_damaged_ones_are_passed_over(store):
     pin(store, 1600, 1501)
     assert pins(store) == [name(1500)]
     damage(store.root, 1500, "manifest")
@@ -155,9 +147,7 @@ def test_damaged_ones_are_passed_over(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "step_0000", "step_500 x", "\xff"])
-def test_a_damaged_file_deletes_nothing(
-    store: CheckpointStore, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_deletes_nothing(store, text, caplog):
     store.keep_last = 1
     file = store.root / pinned.FILE
     file.write_bytes(text.encode("latin-1"))
@@ -171,7 +161,7 @@ def test_a_damaged_file_deletes_nothing(
     assert complete(store.root) == [name(500), name(2500)]
 
 
-def test_a_link_to_nothing_and_a_folder_are_no_missing_file(store: CheckpointStore) -> None:
+def test_a_link_to_nothing_and_a_folder_are_no_missing_file(store):
     file = store.root / pinned.FILE
     assert pinned.read(store.root) == {}
     file.symlink_to(store.root / "gone")

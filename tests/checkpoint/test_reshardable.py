@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,13 +20,13 @@ from megatron_patch.training import saver
 pytestmark = pytest.mark.multiprocess
 
 
-def test_the_rank_with_most_of_a_parameter_writes_it() -> None:
+def test_the_rank_with_most_of_a_parameter_writes_it():
     assert Place(0, None, ((3, 10),)).owner == 3
     assert Place(0, None, ((3, 10), (4, 11), (5, 11), (6, 2))).owner == 4
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_their_own(value: float) -> None:
+def test_weights_that_are_not_finite_are_their_own(value):
     """`training.check_finite: false` lets them in; refused were they told of another fault."""
     weights = torch.tensor([1.0, value, 3.0]).bfloat16()
     span = {"param": SimpleNamespace(start=0, end=3)}
@@ -38,7 +37,7 @@ def test_weights_that_are_not_finite_are_their_own(value: float) -> None:
             optimizer_state._check_main(part, weights, torch.tensor(other))
 
 
-def test_no_rank_holds_more_than_its_share(ranks: Any, tmp_path: Path) -> None:
+def test_no_rank_holds_more_than_its_share(ranks, tmp_path):
     """12 bytes a parameter, divided by the ranks, and at most one more parameter at a cut."""
     changes = {"layout": "dp", "model": {"num_layers": 4, "hidden_size": 64}}
     answers = ranks.play("sharing.shares", world=2, root=str(tmp_path), changes=changes)
@@ -55,7 +54,7 @@ def test_no_rank_holds_more_than_its_share(ranks: Any, tmp_path: Path) -> None:
     assert sum(answer["written"] for answer in answers) == everything
 
 
-def test_limits_of_control_groups_around_the_process(tmp_path: Path) -> None:
+def test_limits_of_control_groups_around_the_process(tmp_path):
     """Version 2 and version 1; "max" and what cannot be seen count as none."""
     membership, root = tmp_path / "cgroup", tmp_path / "fs"
     membership.write_text("0::/job/step\n5:cpu,memory:/slurm\n6:pids:/\n")
@@ -73,7 +72,7 @@ def test_limits_of_control_groups_around_the_process(tmp_path: Path) -> None:
     assert (host_memory.limit() or 0) > 0
 
 
-def test_a_run_whose_saves_do_not_fit_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_saves_do_not_fit_does_not_start(monkeypatch):
     said: list[str] = []
     problem = Problem("checkpoint", "does not fit")
     monkeypatch.setattr(host_memory, "check", lambda *a: ("a line", [problem]))
@@ -85,7 +84,7 @@ def test_a_run_whose_saves_do_not_fit_does_not_start(monkeypatch: pytest.MonkeyP
     assert said == ["a line"]
 
 
-def test_padding_between_buckets_moves_nothing(ranks: Any, tmp_path: Path) -> None:
+def test_padding_between_buckets_moves_nothing(ranks, tmp_path):
     """Core drops it when it collects the state, and counts it when it cuts parameters out."""
     arguments = {"bucket": 2000, "core": False, "precision": "fp32"}
     for answer in ranks.play("sharing.several_buckets", world=2, root=str(tmp_path), **arguments):
@@ -94,7 +93,7 @@ def test_padding_between_buckets_moves_nothing(ranks: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_state_that_core_has_shifted_is_refused(ranks: Any, tmp_path: Path, precision: str) -> None:
+def test_state_that_core_has_shifted_is_refused(ranks, tmp_path, precision):
     """Its main weights are not those of the model; when this fails core is repaired."""
     arguments = {"bucket": 2000, "core": True, "precision": precision}
     for answer in ranks.play("sharing.several_buckets", world=2, root=str(tmp_path), **arguments):
@@ -103,7 +102,7 @@ def test_state_that_core_has_shifted_is_refused(ranks: Any, tmp_path: Path, prec
 
 
 @pytest.mark.slow
-def test_on_four_ranks(tmp_path: Path) -> None:
+def test_on_four_ranks(tmp_path):
     """Experts with replicas, stages that share a table, tensor and data parallelism: same bits."""
     from rank_pool import RankPool
 

@@ -74,7 +74,7 @@ def sampled(table: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", sampled(BITWISE))
-def test_same_layout_resumes_bitwise(ranks: Any, tmp_path: Path, case: str) -> None:
+def test_same_layout_resumes_bitwise(ranks, tmp_path, case):
     """Weights, moments, step counters, losses and every random stream go on as if unbroken."""
     layout, world, changes = BITWISE[case]
     changes = {"layout": layout, **changes}
@@ -123,7 +123,7 @@ RESHARDED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_experts_are_resharded(ranks: Any, tmp_path: Path) -> None:
+def test_experts_are_resharded(ranks, tmp_path):
     """Two optimizers (dense and expert parameters) and expert parallelism."""
     one, two = tmp_path / "one", tmp_path / "two"
     model = {"moe": MoEConfig(num_experts=4)}
@@ -141,9 +141,7 @@ def test_experts_are_resharded(ranks: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", sampled(RESHARDED))
-def test_another_layout_holds_the_same_state(
-    ranks: Any, single: dict[str, Any], tmp_path: Path, case: str
-) -> None:
+def test_another_layout_holds_the_same_state(ranks, single, tmp_path, case):
     """Loaded on two ranks and saved there, every weight and moment is the same bit for bit.
 
     Training on from there agrees to rounding: sums over ranks are taken in another order.
@@ -159,7 +157,7 @@ def test_another_layout_holds_the_same_state(
     assert_same(contents(ranks, back), single["contents"])
 
 
-def test_dp_reshardable_loads_on_another_dp_size_only(ranks: Any, tmp_path: Path) -> None:
+def test_dp_reshardable_loads_on_another_dp_size_only(ranks, tmp_path):
     """DP 2 -> 1 keeps every moment; a tensor-parallel layout is refused and told what to do."""
     changes = {"checkpoint": {"optimizer_sharding": "dp_reshardable"}}
     root, whole, again = tmp_path / "dp", tmp_path / "whole", tmp_path / "again"
@@ -199,9 +197,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_another_model_is_refused_by_name(
-    ranks: Any, single: dict[str, Any], own_copy: Path, case: str
-) -> None:
+def test_another_model_is_refused_by_name(ranks, single, own_copy, case):
     """A good checkpoint that does not fit: refused on every rank, named, and left where it is."""
     changes, expected = MISFITS[case]
     before = sorted(path.name for path in own_copy.iterdir())
@@ -211,7 +207,7 @@ def test_another_model_is_refused_by_name(
     assert sorted(path.name for path in own_copy.iterdir()) == before
 
 
-def test_weights_only(ranks: Any, single: dict[str, Any], tmp_path: Path) -> None:
+def test_weights_only(ranks, single, tmp_path):
     """Weights come from the other run, on another layout; optimizer and progress start fresh."""
     changes = {
         **single["changes"],
@@ -227,9 +223,7 @@ def test_weights_only(ranks: Any, single: dict[str, Any], tmp_path: Path) -> Non
     assert not (tmp_path / "new").exists()
 
 
-def test_the_configuration_wins_over_saved_settings(
-    ranks: Any, single: dict[str, Any], own_copy: Path
-) -> None:
+def test_the_configuration_wins_over_saved_settings(ranks, single, own_copy):
     """A changed learning rate takes effect; core alone would not find the parameter groups."""
     changes = {**single["changes"], "optimizer": {"lr": 5e-3}}
     (answer,) = load(ranks, own_copy, stop=3, **changes)
@@ -243,7 +237,7 @@ def test_the_configuration_wins_over_saved_settings(
 
 
 @pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
-def test_core_alone_does_not_resume_torch_adamw(ranks: Any, tmp_path: Path, sharding: str) -> None:
+def test_core_alone_does_not_resume_torch_adamw(ranks, tmp_path, sharding):
     """Why optimizer_state.py exists; when this fails core is repaired and the room can shrink."""
     root = tmp_path / "core"
     root.mkdir()
@@ -264,9 +258,7 @@ def test_core_alone_does_not_resume_torch_adamw(ranks: Any, tmp_path: Path, shar
         (1, "model_state", False),
     ],
 )
-def test_one_failing_rank_abandons_the_save_on_all(
-    ranks: Any, tmp_path: Path, rank: int, where: str, background: bool
-) -> None:
+def test_one_failing_rank_abandons_the_save_on_all(ranks, tmp_path, rank, where, background):
     """No rank waits for ever, all say why, the attempt is aside, and the next save works."""
     root = tmp_path / "checkpoints"
     answers = ranks.play(
@@ -287,9 +279,7 @@ READS = {"metadata.json": "metadata.json", "common state": "1", "shards": "2"}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_io_error_of_one_rank_ends_the_load_on_all(
-    ranks: Any, tmp_path: Path, rank: int
-) -> None:
+def test_an_io_error_of_one_rank_ends_the_load_on_all(ranks, tmp_path, rank):
     """At once and with the true cause: no rank is left in a collective of Megatron-Core's."""
     root = str(tmp_path / "checkpoints")
     found = ranks.play(
@@ -303,9 +293,7 @@ def test_an_io_error_of_one_rank_ends_the_load_on_all(
     assert [answer["nowhere"]["text"] for answer in found] == ["step 1", "step 1"]
 
 
-def test_a_request_whose_parts_overlap_is_refused_before_anything_is_read(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_a_request_whose_parts_overlap_is_refused_before_anything_is_read(ranks, tmp_path):
     """What core checks between its reads, and here is checked before them."""
     for text in ranks.play(
         "load_faults.overlapping_request", world=2, root=str(tmp_path / "checkpoints")
@@ -313,7 +301,7 @@ def test_a_request_whose_parts_overlap_is_refused_before_anything_is_read(
         assert "Invalid access pattern" in text or "Duplicate ShardedObject" in text
 
 
-def test_a_run_that_saved_never_starts_at_step_0_unasked(ranks: Any, tmp_path: Path) -> None:
+def test_a_run_that_saved_never_starts_at_step_0_unasked(ranks, tmp_path):
     """And what remembers its newest checkpoint refuses nothing else."""
     root = tmp_path / "run" / "checkpoints"
     first, second = ranks.play("load_faults.forgotten", world=2, root=str(root))
@@ -333,27 +321,21 @@ def test_a_run_that_saved_never_starts_at_step_0_unasked(ranks: Any, tmp_path: P
     assert {found for found in first.values() if isinstance(found, int)} == {2}
 
 
-def test_one_rank_that_cannot_build_its_request_ends_the_load_on_all(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_one_rank_that_cannot_build_its_request_ends_the_load_on_all(ranks, tmp_path):
     root = str(tmp_path / "checkpoints")
     for text in ranks.play("load_faults.failing_request", world=2, root=root, rank=1):
         assert text.startswith("CheckpointError: step_00000001.attempt-1 cannot be loaded")
         assert "ZeroDivisionError" in text
 
 
-def test_a_background_save_is_committed_when_the_last_rank_is_done(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_a_background_save_is_committed_when_the_last_rank_is_done(ranks, tmp_path):
     """Nothing counts before; what is committed is the state at the save, not of later steps."""
     for answer in ranks.play("steps_while_saving", world=2, root=str(tmp_path / "checkpoints")):
         assert answer["early"] == [False, False, False] and not answer["visible"]
         assert_same(answer["before"], answer["loaded"])
 
 
-def test_going_back_gives_a_background_save_up_and_deletes_no_checkpoint_for_it(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_going_back_gives_a_background_save_up_and_deletes_no_checkpoint_for_it(ranks, tmp_path):
     root = tmp_path / "checkpoints"
     for answer in ranks.play("load_faults.rewound_while_saving", world=2, root=str(root)):
         assert answer["back"] == 1
@@ -366,7 +348,7 @@ def test_going_back_gives_a_background_save_up_and_deletes_no_checkpoint_for_it(
     assert "__0_0.distcp" in text and "__1_0.distcp" in text, "every writer was waited for"
 
 
-def test_a_flipped_bit_on_two_ranks(ranks: Any, tmp_path: Path) -> None:
+def test_a_flipped_bit_on_two_ranks(ranks, tmp_path):
     """In the second rank's shard of the newest checkpoint: both ranks take the one before."""
     root = tmp_path / "checkpoints"
     changes = {"layout": "tp"}
@@ -387,7 +369,7 @@ def test_a_flipped_bit_on_two_ranks(ranks: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["stage", "write", "finish"])
-def test_a_killed_rank_costs_only_the_save(tmp_path: Path, phase: str) -> None:
+def test_a_killed_rank_costs_only_the_save(tmp_path, phase):
     """SIGKILL of rank 0 or 1 in a save: the peer raises, a new job loads the step before."""
     from rank_pool import RankPool
 

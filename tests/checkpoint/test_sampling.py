@@ -37,7 +37,7 @@ class TestSampling:
             file.seek(page * PAGE + 77)
             file.write(b"!")
 
-    def test_it_finds_damage_in_its_pages_and_misses_the_rest(self, tmp_path: Path) -> None:
+    def test_it_finds_damage_in_its_pages_and_misses_the_rest(self, tmp_path):
         store, path = self.big(tmp_path, 80)
         digest = store.check(path).manifest.files["big"]
         sampled = manifests.sample_pages("big", digest)
@@ -51,13 +51,13 @@ class TestSampling:
         with pytest.raises(BadCheckpoint, match=rf"bytes {sampled[30] * PAGE}\.\. of"):
             store.check(path)
 
-    def test_sizes_are_always_checked(self, tmp_path: Path) -> None:
+    def test_sizes_are_always_checked(self, tmp_path):
         store, path = self.big(tmp_path, 80)
         os.truncate(path / "big", 80 * PAGE - 1)
         with pytest.raises(BadCheckpoint, match="expected 327680"):
             store.check(path)
 
-    def test_small_files_are_read_whole(self, tmp_path: Path) -> None:
+    def test_small_files_are_read_whole(self, tmp_path):
         store, path = self.big(tmp_path, 3)
         self.damage(path, 1)
         with pytest.raises(BadCheckpoint, match="does not match"):

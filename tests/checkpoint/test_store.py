@@ -75,12 +75,12 @@ def on_ranks(size: int, work: Callable[[Threads], Any]) -> list[Any]:
     return results
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_nothing_there(tmp_path):
     assert CheckpointStore(tmp_path / "none").find() is None
     assert not (tmp_path / "none").exists()
 
 
-def test_save_and_find(tmp_path: Path) -> None:
+def test_save_and_find(tmp_path):
     store = CheckpointStore(tmp_path)
     path = save(store, 7)
     assert path.name == "step_00000007.attempt-1"
@@ -93,7 +93,7 @@ def test_save_and_find(tmp_path: Path) -> None:
     assert list(body["files"]) == ["__0_0.distcp"]
 
 
-def test_a_complete_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_complete_checkpoint_is_never_overwritten(tmp_path):
     store = CheckpointStore(tmp_path)
     first = save(store, 5)
     before = {p.name: p.read_bytes() for p in first.iterdir()}
@@ -103,7 +103,7 @@ def test_a_complete_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     assert store.find().path == second
 
 
-def test_a_directory_that_appears_in_between_is_not_replaced(tmp_path: Path) -> None:
+def test_a_directory_that_appears_in_between_is_not_replaced(tmp_path):
     """The name is taken while the ranks write: the commit refuses instead of replacing."""
     store = CheckpointStore(tmp_path)
     attempt = store.begin(5)
@@ -115,9 +115,7 @@ def test_a_directory_that_appears_in_between_is_not_replaced(tmp_path: Path) -> 
     assert list((tmp_path / attempt.name).iterdir()) == []
 
 
-def test_an_attempt_that_never_was_complete_gives_its_space_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_attempt_that_never_was_complete_gives_its_space_back(tmp_path, caplog):
     """A killed process left half a save: its log is kept, and its number is not used again."""
     attempt = CheckpointStore(tmp_path).begin(3)
     (attempt.path / "__0_0.distcp").write_bytes(b"half")
@@ -136,7 +134,7 @@ def test_an_attempt_that_never_was_complete_gives_its_space_back(
     )
 
 
-def test_a_full_disk_is_named_where_it_is_behind_another_error() -> None:
+def test_a_full_disk_is_named_where_it_is_behind_another_error():
     """As torch's archive writer has it: it cannot finish what it could not write."""
     try:
         try:
@@ -150,9 +148,7 @@ def test_a_full_disk_is_named_where_it_is_behind_another_error() -> None:
 
 
 @pytest.mark.parametrize("torn", [None, MANIFEST, SEAL])
-def test_an_attempt_that_lacks_only_its_name_is_put_aside_whole(
-    tmp_path: Path, torn: str | None
-) -> None:
+def test_an_attempt_that_lacks_only_its_name_is_put_aside_whole(tmp_path, torn):
     """Killed between the seal and the rename; with half a seal it is half a save again."""
     store = CheckpointStore(tmp_path)
     path = save(store, 1)
@@ -166,9 +162,7 @@ def test_an_attempt_that_lacks_only_its_name_is_put_aside_whole(
     assert found == (before if torn is None else ["reason.txt"])
 
 
-def test_bad_ones_are_named_moved_aside_and_passed_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_ones_are_named_moved_aside_and_passed_over(tmp_path, caplog):
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         save(store, step)
@@ -185,7 +179,7 @@ def test_bad_ones_are_named_moved_aside_and_passed_over(
     ]
 
 
-def test_where_none_is_good_nothing_moves_and_the_next_try_ends_alike(tmp_path: Path) -> None:
+def test_where_none_is_good_nothing_moves_and_the_next_try_ends_alike(tmp_path):
     """Put aside, they would be forgotten: the same command would start at step 0."""
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
@@ -199,7 +193,7 @@ def test_where_none_is_good_nothing_moves_and_the_next_try_ends_alike(tmp_path: 
     assert aside(tmp_path) == []
 
 
-def test_the_reader_can_still_refuse(tmp_path: Path) -> None:
+def test_the_reader_can_still_refuse(tmp_path):
     """What hashes well may hold something that is not data: then the next one is taken."""
     store = CheckpointStore(tmp_path)
     save(store, 1)
@@ -217,7 +211,7 @@ def test_the_reader_can_still_refuse(tmp_path: Path) -> None:
 
 
 class TestSignatures:
-    def test_signed_and_found(self, tmp_path: Path) -> None:
+    def test_signed_and_found(self, tmp_path):
         save(CheckpointStore(tmp_path, hmac_key=KEY), 1)
         assert CheckpointStore(tmp_path, hmac_key=KEY).find().manifest.step == 1
         assert CheckpointStore(tmp_path).find().manifest.step == 1  # no key: hashes only
@@ -225,15 +219,13 @@ class TestSignatures:
     @pytest.mark.parametrize(
         ("key", "reason"), [(None, "not signed"), (KEY[::-1], "another key, or was forged")]
     )
-    def test_what_this_key_did_not_sign_is_refused_and_left_in_place(
-        self, tmp_path: Path, key: bytes | None, reason: str
-    ) -> None:
+    def test_what_this_key_did_not_sign_is_refused_and_left_in_place(self, tmp_path, key, reason):
         path = save(CheckpointStore(tmp_path, hmac_key=key), 1)
         with pytest.raises(CheckpointError, match=reason):
             CheckpointStore(tmp_path, hmac_key=KEY).find()
         assert path.exists()
 
-    def test_a_writer_without_the_key_cannot_forge(self, tmp_path: Path) -> None:
+    def test_a_writer_without_the_key_cannot_forge(self, tmp_path):
         """Shard and manifest rewritten consistently, the seal's plain hash too."""
         store = CheckpointStore(tmp_path, hmac_key=KEY)
         path = save(store, 1)
@@ -256,9 +248,7 @@ class TestSignatures:
                 store.find(own=False)
             assert CheckpointStore(tmp_path).check(path).manifest.step == 1  # only the key helps
 
-    def test_the_seal_is_checked_before_the_json_is_parsed(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_seal_is_checked_before_the_json_is_parsed(self, tmp_path, monkeypatch):
         path = save(CheckpointStore(tmp_path, hmac_key=KEY), 1)
         (path / MANIFEST).write_bytes(b"[" * 100_000)
         monkeypatch.setattr(manifests.json, "loads", lambda *a: pytest.fail("parsed"))
@@ -266,14 +256,14 @@ class TestSignatures:
             CheckpointStore(tmp_path, hmac_key=KEY).check(path)
 
     @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o700])
-    def test_a_key_others_can_read_is_refused(self, tmp_path: Path, mode: int) -> None:
+    def test_a_key_others_can_read_is_refused(self, tmp_path, mode):
         key = tmp_path / "key"
         key.write_bytes(KEY)
         key.chmod(mode)
         with pytest.raises(ValueError, match="chmod 600"):
             read_key(key)
 
-    def test_key_files(self, tmp_path: Path) -> None:
+    def test_key_files(self, tmp_path):
         key = tmp_path / "key"
         with pytest.raises(ValueError, match="cannot read the key file"):
             read_key(key)
@@ -304,14 +294,14 @@ class TestManifestInput:
     @pytest.mark.parametrize(
         "name", ["../outside", "/etc/passwd", "a/b", "..", ".", "", "-x", "a\0b", "manifest.json"]
     )
-    def test_names_that_leave_the_directory(self, tmp_path: Path, name: str) -> None:
+    def test_names_that_leave_the_directory(self, tmp_path, name):
         def edit(body: dict[str, Any]) -> None:
             body["files"][name] = body["files"]["__0_0.distcp"]
 
         assert "names a file" in self.refuse(tmp_path, edit)
 
     @pytest.mark.parametrize("size", [1 << 61, -1, 1.5, True, "9", None, 10**30])
-    def test_sizes_that_are_none(self, tmp_path: Path, size: Any) -> None:
+    def test_sizes_that_are_none(self, tmp_path, size):
         def edit(body: dict[str, Any]) -> None:
             body["files"]["__0_0.distcp"]["size"] = size
 
@@ -320,15 +310,15 @@ class TestManifestInput:
     @pytest.mark.parametrize(
         "raw", [b"", b"null", b"[]", b"{}", b"[" * 200_000, b'{"format": 1}', b"\xff\xfe"]
     )
-    def test_things_that_are_no_manifest(self, tmp_path: Path, raw: bytes) -> None:
+    def test_things_that_are_no_manifest(self, tmp_path, raw):
         assert "malformed" in self.refuse(tmp_path, lambda body: raw)
 
-    def test_another_step(self, tmp_path: Path) -> None:
+    def test_another_step(self, tmp_path):
         why = self.refuse(tmp_path, lambda body: body.update(step=2))
         assert why == "step_00000001.attempt-1 holds step 2 attempt 1"
 
 
-def test_links_are_refused(tmp_path: Path) -> None:
+def test_links_are_refused(tmp_path):
     store = CheckpointStore(tmp_path / "root")
     path = save(store, 1)
     shard = path / "__0_0.distcp"
@@ -343,13 +333,13 @@ def test_links_are_refused(tmp_path: Path) -> None:
 
 
 class TestRetention:
-    def test_keeps_the_last(self, tmp_path: Path) -> None:
+    def test_keeps_the_last(self, tmp_path):
         store = CheckpointStore(tmp_path, keep_last=2)
         for step in (1, 2, 3, 3, 4):
             save(store, step)
         assert complete(tmp_path) == ["step_00000003.attempt-2", "step_00000004.attempt-1"]
 
-    def test_keeps_what_is_not_its_own_or_not_good(self, tmp_path: Path) -> None:
+    def test_keeps_what_is_not_its_own_or_not_good(self, tmp_path):
         """A copied-in checkpoint, a damaged one and other files are not the store's to delete."""
         foreign = save(CheckpointStore(tmp_path / "other"), 1)
         store = CheckpointStore(tmp_path / "root", keep_last=1)
@@ -366,7 +356,7 @@ class TestRetention:
             "step_notes",
         ]
 
-    def test_nothing_is_deleted_before_the_new_one_is_complete(self, tmp_path: Path) -> None:
+    def test_nothing_is_deleted_before_the_new_one_is_complete(self, tmp_path):
         store = CheckpointStore(tmp_path, keep_last=1)
         first = save(store, 1)
         attempt = store.begin(2)
@@ -374,7 +364,7 @@ class TestRetention:
             store.commit(attempt, {}, {})
         assert store.find().path == first
 
-    def test_what_a_rewind_needs_stays(self, tmp_path: Path) -> None:
+    def test_what_a_rewind_needs_stays(self, tmp_path):
         """Steps 5 to 7 are graceful stops; one that is 4 steps older than the newest stays."""
         store = CheckpointStore(tmp_path, keep_last=2, keep_behind=4)
         kept = []
@@ -384,7 +374,7 @@ class TestRetention:
         assert kept[:5] == [[4], [4, 5], [4, 5, 6], [4, 6, 7], [4, 7, 8]]
         assert kept[5:] == [[4, 8, 9], [4, 9, 10], [4, 10, 12], [12, 16]]
 
-    def test_half_deleted_ones_are_finished_later(self, tmp_path: Path) -> None:
+    def test_half_deleted_ones_are_finished_later(self, tmp_path):
         store = CheckpointStore(tmp_path, keep_last=1)
         path = save(store, 1)
         os.rename(path, path.with_name(path.name + ".deleting"))
@@ -393,20 +383,20 @@ class TestRetention:
         assert complete(tmp_path) == ["step_00000002.attempt-1"]
 
     @pytest.mark.parametrize("keep", [0, -1])
-    def test_keeping_none_is_refused(self, tmp_path: Path, keep: int) -> None:
+    def test_keeping_none_is_refused(self, tmp_path, keep):
         with pytest.raises(ValueError, match="at least 1"):
             CheckpointStore(tmp_path, keep_last=keep)
 
 
 class TestRanks:
-    def test_every_rank_hashes_its_own_and_agrees(self, tmp_path: Path) -> None:
+    def test_every_rank_hashes_its_own_and_agrees(self, tmp_path):
         paths = on_ranks(3, lambda ranks: save(CheckpointStore(tmp_path, collective=ranks), 1))
         assert set(paths) == {tmp_path / "step_00000001.attempt-1"}
         found = on_ranks(3, lambda ranks: CheckpointStore(tmp_path, collective=ranks).find())
         assert all(f.manifest == found[0].manifest for f in found)
         assert sorted(found[0].manifest.files) == [f"__{r}_0.distcp" for r in range(3)]
 
-    def test_one_failing_rank_abandons_on_all(self, tmp_path: Path) -> None:
+    def test_one_failing_rank_abandons_on_all(self, tmp_path):
         def work(ranks: Threads) -> None:
             store = CheckpointStore(tmp_path, collective=ranks)
             attempt = store.begin(1)
@@ -420,7 +410,7 @@ class TestRanks:
         assert left.startswith("step_00000001.attempt-1.tmp.write-failed")
         assert "rank 1: OSError" in (tmp_path / "aside" / left / "reason.txt").read_text()
 
-    def test_a_node_without_the_directory_damages_nothing(self, tmp_path: Path) -> None:
+    def test_a_node_without_the_directory_damages_nothing(self, tmp_path):
         """One rank does not see what the first one sees: refused, said, and left where it is."""
         on_ranks(2, lambda ranks: save(CheckpointStore(tmp_path / "shared", collective=ranks), 1))
 
@@ -433,7 +423,7 @@ class TestRanks:
             assert "on rank 1: __" in str(error) and "mount the directory" in str(error)
         assert complete(tmp_path / "shared") == ["step_00000001.attempt-1"]
 
-    def test_a_file_nobody_claims_is_not_committed(self, tmp_path: Path) -> None:
+    def test_a_file_nobody_claims_is_not_committed(self, tmp_path):
         def work(ranks: Threads) -> None:
             store = CheckpointStore(tmp_path, collective=ranks)
             attempt = store.begin(1)
@@ -445,7 +435,7 @@ class TestRanks:
         for error in on_ranks(2, work):
             assert isinstance(error, SaveError) and "'__1_0.distcp'" in str(error)
 
-    def test_all_ranks_refuse_for_the_same_reason(self, tmp_path: Path) -> None:
+    def test_all_ranks_refuse_for_the_same_reason(self, tmp_path):
         on_ranks(3, lambda ranks: save(CheckpointStore(tmp_path, collective=ranks), 1))
         on_ranks(3, lambda ranks: save(CheckpointStore(tmp_path, collective=ranks), 2))
         shard = tmp_path / "step_00000002.attempt-1" / "__2_0.distcp"
@@ -453,7 +443,7 @@ class TestRanks:
         found = on_ranks(3, lambda ranks: CheckpointStore(tmp_path, collective=ranks).find())
         assert [f.manifest.step for f in found] == [1, 1, 1]
 
-    def test_what_a_rewind_goes_to_is_good_on_all_ranks(self, tmp_path: Path) -> None:
+    def test_what_a_rewind_goes_to_is_good_on_all_ranks(self, tmp_path):
         on_ranks(2, lambda ranks: save(CheckpointStore(tmp_path, collective=ranks), 1))
         on_ranks(2, lambda ranks: save(CheckpointStore(tmp_path, collective=ranks), 2))
         for step, good in ((2, 1), (1, None)):
@@ -464,7 +454,7 @@ class TestRanks:
         assert len(complete(tmp_path)) == 2 and aside(tmp_path) == []
 
 
-def test_the_checkpoint_of_a_step(tmp_path: Path) -> None:
+def test_the_checkpoint_of_a_step(tmp_path):
     from megatron_patch.checkpoint.newest import of_step
 
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=None)

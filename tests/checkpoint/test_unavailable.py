@@ -46,8 +46,8 @@ def failing(error: Exception) -> Any:
     ],
 )
 def test_checkpoints_that_cannot_be_read_now_are_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception, code: int
-) -> None:
+    tmp_path, monkeypatch, place, error, code
+):
     """Exit code 1, which the launcher restarts; forbidden files (4) a person has to look at."""
     found = CheckpointStore(tmp_path)
     paths = [save(found, step) for step in (1, 2)]
@@ -59,9 +59,7 @@ def test_checkpoints_that_cannot_be_read_now_are_tried_again(
     assert all(path.is_dir() for path in paths)
 
 
-def test_one_damaged_checkpoint_among_unreadable_ones_is_for_a_person(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_damaged_checkpoint_among_unreadable_ones_is_for_a_person(tmp_path, monkeypatch):
     found = CheckpointStore(tmp_path)
     save(found, 1)
     (save(found, 2) / "extra").touch()
@@ -72,9 +70,7 @@ def test_one_damaged_checkpoint_among_unreadable_ones_is_for_a_person(
 
 
 @pytest.mark.parametrize(("error", "code"), [(EIO, 1), (DENIED, 4)])
-def test_a_directory_that_cannot_be_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, code: int
-) -> None:
+def test_a_directory_that_cannot_be_listed(tmp_path, monkeypatch, error, code):
     found = CheckpointStore(tmp_path)
     monkeypatch.setattr(os, "listdir", failing(error))
     for look in (found.find, lambda: found.newest_at(3)):
@@ -83,13 +79,13 @@ def test_a_directory_that_cannot_be_listed(
         assert caught.value.exit_code == code
 
 
-def test_what_another_rank_does_not_see_may_be_seen_from_other_nodes() -> None:
+def test_what_another_rank_does_not_see_may_be_seen_from_other_nodes():
     missing = BadCheckpoint("missing", "__1_0.distcp is missing")
     refusal = first_problem([None, missing])
     assert isinstance(refusal, BadCheckpoint) and refusal.passing and not refusal.damaged
 
 
-def test_errors_travel_with_class_exit_code_and_judgement() -> None:
+def test_errors_travel_with_class_exit_code_and_judgement():
     """As they do between ranks, pickled."""
     error = pickle.loads(pickle.dumps(UnavailableError("cannot list /x")))
     assert (type(error), error.exit_code, str(error)) == (UnavailableError, 1, "cannot list /x")
@@ -110,7 +106,7 @@ def test_errors_travel_with_class_exit_code_and_judgement() -> None:
         (KeyError("step"), False),
     ],
 )
-def test_what_may_pass(error: Exception, passes: bool) -> None:
+def test_what_may_pass(error, passes):
     assert is_passing(error) is passes
     hidden = ValueError("a closed chain")
     hidden.__cause__ = hidden
@@ -118,9 +114,7 @@ def test_what_may_pass(error: Exception, passes: bool) -> None:
 
 
 @pytest.mark.parametrize("read", range(1, 4))
-def test_a_failing_disk_is_not_taken_for_a_hostile_archive(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, read: int
-) -> None:
+def test_a_failing_disk_is_not_taken_for_a_hostile_archive(monkeypatch, tmp_path, read):
     """A hostile one is moved aside. zipfile says "not a zip file" of some reads that failed."""
     path = tmp_path / "shard"
     with zipfile.ZipFile(path, "w") as archive:
@@ -142,9 +136,7 @@ def test_a_failing_disk_is_not_taken_for_a_hostile_archive(
             safe_reader.inspect_archive(part, size)
 
 
-def test_a_failing_disk_is_not_taken_for_a_hostile_index(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_failing_disk_is_not_taken_for_a_hostile_index(monkeypatch, tmp_path):
     (tmp_path / METADATA).write_bytes(b"?")
     monkeypatch.setattr(Path, "read_bytes", failing(EIO))
     with pytest.raises(OSError, match="Input/output error"):

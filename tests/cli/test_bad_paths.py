@@ -59,9 +59,7 @@ NO_PLACE = {
 
 
 @pytest.mark.parametrize("remedy", NO_PLACE)
-def test_an_output_that_cannot_be_written(
-    place: Path, capsys: pytest.CaptureFixture[str], remedy: str
-) -> None:
+def test_an_output_that_cannot_be_written(place, capsys, remedy):
     before = sorted(place.rglob("*"))
     commands, outs = NO_PLACE[remedy]
     for argv, out in itertools.product(commands, outs):
@@ -72,23 +70,21 @@ def test_an_output_that_cannot_be_written(
         assert sorted(place.rglob("*")) == before, out
 
 
-def test_preflight_compare_makes_its_directory(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_preflight_compare_makes_its_directory(place, capsys):
     argv = ["preflight", "--config", "run.yaml", "--out", "new", "--compare", "--expect", "n1"]
     assert app.run([*argv, *CPU]) == 1
     assert "wrote no report" in capsys.readouterr().out
     assert (place / "new" / "bad_nodes").read_text() == "n1\n"
 
 
-def test_report_into_a_directory_that_is_a_link(place: Path) -> None:
+def test_report_into_a_directory_that_is_a_link(place):
     Path("there").symlink_to("folder")
     assert app.run(["report", "run", "--out", "there/x.html"]) == 0
     assert Path("folder/x.html").is_file()
 
 
 @pytest.mark.parametrize("minor", [3, 7])
-def test_report_into_a_device(place: Path, capsys: pytest.CaptureFixture[str], minor: int) -> None:
+def test_report_into_a_device(place, capsys, minor):
     """A null device takes the page, a full one refuses it; both stay what they are."""
     try:
         os.mknod("node", stat.S_IFCHR | 0o666, os.makedev(1, minor))
@@ -103,7 +99,7 @@ def test_report_into_a_device(place: Path, capsys: pytest.CaptureFixture[str], m
     assert stat.S_ISCHR(os.stat("node").st_mode)
 
 
-def test_report_over_a_socket(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_over_a_socket(place, capsys):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")
         line = refusal(["report", "run", "-o", "socket"], capsys)
@@ -112,9 +108,7 @@ def test_report_over_a_socket(place: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_report_through_a_link(
-    place: Path, capsys: pytest.CaptureFixture[str], there: bool
-) -> None:
+def test_report_through_a_link(place, capsys, there):
     Path("link").symlink_to("folder/page.html")
     if there:
         Path("folder/page.html").write_text("old")
@@ -124,7 +118,7 @@ def test_report_through_a_link(
 
 
 @pytest.mark.parametrize("mode", ["w", "a"])
-def test_report_to_standard_output(place: Path, mode: str) -> None:
+def test_report_to_standard_output(place, mode):
     """The page and nothing else, behind what was there."""
     Path("log").write_text("kept\n")
     command = [sys.executable, "-m", "megatron_patch", "report", "run", "-o", "/proc/self/fd/1"]
@@ -143,9 +137,7 @@ def test_report_to_standard_output(place: Path, mode: str) -> None:
     ],
 )
 @pytest.mark.parametrize("out", ["new", "folder"])
-def test_pictures_have_an_ending(
-    place: Path, capsys: pytest.CaptureFixture[str], argv: list[str], out: str
-) -> None:
+def test_pictures_have_an_ending(place, capsys, argv, out):
     """matplotlib adds one to a name without: a file that nobody named."""
     before = sorted(place.iterdir())
     assert app.run([*argv, out]) == 2
@@ -154,18 +146,14 @@ def test_pictures_have_an_ending(
 
 
 @pytest.mark.parametrize("run_dir", ["loop", "loop/x"])
-def test_launch_into_a_loop_of_links(
-    place: Path, capsys: pytest.CaptureFixture[str], run_dir: str
-) -> None:
+def test_launch_into_a_loop_of_links(place, capsys, run_dir):
     argv = ["launch", "--config", "run.yaml", "--nodes", "1", "--dry-run", *CPU]
     line = refusal([*argv, "--set", f"run_dir={run_dir}"], capsys)
     assert os.fspath(place / run_dir) in line and "choose another run_dir" in line
 
 
 @pytest.mark.parametrize("value", ["-1", "x", "1.5"])
-def test_probe_skips_a_number_of_rows(
-    place: Path, capsys: pytest.CaptureFixture[str], value: str
-) -> None:
+def test_probe_skips_a_number_of_rows(place, capsys, value):
     with pytest.raises(SystemExit) as caught:
         app.run(["probe", "run", f"--skip-rows={value}"])
     assert caught.value.code == 2
@@ -174,15 +162,13 @@ def test_probe_skips_a_number_of_rows(
 
 
 @pytest.mark.parametrize("more", [[], ["--help"], ["stability", "--config", "run.yaml"]])
-def test_experiment_says_where_it_went(
-    place: Path, capsys: pytest.CaptureFixture[str], more: list[str]
-) -> None:
+def test_experiment_says_where_it_went(place, capsys, more):
     assert app.run(["experiment", *more]) == 2
     assert "python research/run.py FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["folder", "file/below", "nowhere/page.md", "loop"])
-def test_config_docs_write(place: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
+def test_config_docs_write(place, capsys, out):
     assert app.run(["config", "docs", "--write", out]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert f"--write: {out}: cannot be written" in line and "name a file" in line

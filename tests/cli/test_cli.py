@@ -41,7 +41,7 @@ def leaves(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     return found
 
 
-def test_every_command_exists() -> None:
+def test_every_command_exists():
     action = next(
         a for a in app.build_parser()._actions if isinstance(a, argparse._SubParsersAction)
     )
@@ -50,7 +50,7 @@ def test_every_command_exists() -> None:
     assert listed == set(COMMANDS)
 
 
-def test_help_is_complete() -> None:
+def test_help_is_complete():
     """Every command says what it does, every option what it means."""
     for parser in leaves(app.build_parser()):
         assert parser.description, parser.prog
@@ -61,14 +61,14 @@ def test_help_is_complete() -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["trian"], ["train"], ["train", "--conf", "x"], ["config"]])
-def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         app.run(argv)
     assert caught.value.code == 2
     assert "usage: megatron-patch" in capsys.readouterr().err
 
 
-def test_config_check(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_check(run_yaml, capsys):
     assert app.run(["config", "check", str(run_yaml)]) == 0
     first, run_dir, *_ = capsys.readouterr().out.splitlines()
     assert (first, run_dir) == (f"{run_yaml}: ok", f"  run_dir: {Path.cwd()}/runs/demo")
@@ -81,9 +81,7 @@ def test_config_check(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert app.run(["config", "check", "--config", str(run_yaml), "--set", "optimizer.lr=x"]) == 2
 
 
-def test_config_show_prints_yaml_that_loads(
-    run_yaml: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_config_show_prints_yaml_that_loads(run_yaml, capsys, tmp_path):
     assert app.run(["config", "show", str(run_yaml), "--set", "optimizer.lr=3e-4"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"lr: 0.0003 +# --set optimizer.lr=3e-4", shown)
@@ -94,7 +92,7 @@ def test_config_show_prints_yaml_that_loads(
     assert "#" not in capsys.readouterr().out
 
 
-def test_config_help_and_docs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_config_help_and_docs(capsys, tmp_path):
     assert app.run(["config", "help", "optimizer.lr"]) == 0
     assert "Peak learning rate" in capsys.readouterr().out
     assert app.run(["config", "help", "optimizer.lrr"]) == 2
@@ -144,13 +142,7 @@ Lost.__module__ = "megatron_patch.somewhere"
     ("outcome", "code"),
     [(0, 0), (3, 3), (OurError("bad data"), 2), (Lost("gone"), 4), (KeyboardInterrupt(), 130)],
 )
-def test_exit_codes_of_train(
-    run_yaml: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    outcome: int | BaseException,
-    code: int,
-) -> None:
+def test_exit_codes_of_train(run_yaml, monkeypatch, capsys, outcome, code):
     calls = fake_loop(monkeypatch, outcome)
     assert app.run(["train", "--config", str(run_yaml), "--set", "name=other"]) == code
     (loaded,) = calls
@@ -164,18 +156,14 @@ def test_exit_codes_of_train(
 @pytest.mark.parametrize(
     "fault", [ValueError("theirs"), ZeroDivisionError(), OSError("disk"), BrokenPipeError()]
 )
-def test_faults_keep_their_traceback(
-    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
-) -> None:
+def test_faults_keep_their_traceback(run_yaml, monkeypatch, fault):
     """Only errors written for the user are shortened; a fault of ours or torch's is shown whole."""
     fake_loop(monkeypatch, fault)
     with pytest.raises(type(fault)):
         app.run(["train", "--config", str(run_yaml)])
 
 
-def test_nothing_starts_for_a_bad_configuration(
-    run_yaml: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_starts_for_a_bad_configuration(run_yaml, monkeypatch):
     calls = fake_loop(monkeypatch, 0)
     assert app.run(["train", "--config", str(run_yaml), "--set", "optimizer.lr=x"]) == 2
     assert calls == []
@@ -183,12 +171,8 @@ def test_nothing_starts_for_a_bad_configuration(
 
 @pytest.mark.parametrize(("local_rank", "lines"), [("0", 2), ("1", 0), ("7", 0)])
 def test_one_process_a_node_tells_a_configuration_error(
-    run_yaml: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    local_rank: str,
-    lines: int,
-) -> None:
+    run_yaml, monkeypatch, capsys, local_rank, lines
+):
     """Under torchrun every process finds the same problems; all exit 2, one of a node prints."""
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setenv("RANK", "9")
@@ -196,9 +180,7 @@ def test_one_process_a_node_tells_a_configuration_error(
     assert len(capsys.readouterr().err.splitlines()) == lines
 
 
-def test_other_processes_tell_later_errors_in_one_line(
-    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_processes_tell_later_errors_in_one_line(run_yaml, monkeypatch, capsys):
     """A dataset that is damaged for one process only must not end the job without a word."""
     fake_loop(monkeypatch, OurError("first line\nsecond line"))
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -207,7 +189,7 @@ def test_other_processes_tell_later_errors_in_one_line(
     assert capsys.readouterr().err == "[rank 9] first line\n"
 
 
-def test_config_errors_come_fast_and_without_traceback(run_yaml: Path) -> None:
+def test_config_errors_come_fast_and_without_traceback(run_yaml):
     """The whole program, on a file with a mistake."""
     run_yaml.write_text(MINIMAL + "seed: 3\n")
     command = [sys.executable, "-m", "megatron_patch", "train", "--config", str(run_yaml)]
@@ -220,7 +202,7 @@ def test_config_errors_come_fast_and_without_traceback(run_yaml: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_terminal_without_the_letters_gets_escapes(run_yaml: Path) -> None:
+def test_a_terminal_without_the_letters_gets_escapes(run_yaml):
     command = [sys.executable, "-m", "megatron_patch", "config", "show", str(run_yaml)]
     command += ["--set", "run_dir=é"]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
@@ -229,16 +211,14 @@ def test_a_terminal_without_the_letters_gets_escapes(run_yaml: Path) -> None:
     assert 'run_dir: "\\xe9"' in done.stdout
 
 
-def test_a_closed_pipe_ends_quietly(run_yaml: Path) -> None:
+def test_a_closed_pipe_ends_quietly(run_yaml):
     command = f"{sys.executable} -m megatron_patch config help | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert done.stdout.startswith("Sections")
 
 
-def test_plot_is_report_png_and_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plot_is_report_png_and_names_it(tmp_path, monkeypatch, capsys):
     from megatron_patch.report import charts
 
     calls: list[tuple[list[Path], Path]] = []
@@ -260,7 +240,7 @@ def test_plot_is_report_png_and_names_it(
     assert "'plot' is now 'report RUN... --png FILE'" in line and others == [line, line]
 
 
-def test_one_page_is_about_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_page_is_about_one_run(tmp_path, capsys):
     for argv in (["a", "b"], ["a", "--out", "x.html", "--png", "x.png"]):
         with pytest.raises(SystemExit) as caught:
             app.run(["report", *argv])
@@ -268,9 +248,7 @@ def test_one_page_is_about_one_run(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "--png" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_doctor_prints_the_backends_and_the_old_name_says_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_doctor_prints_the_backends_and_the_old_name_says_so(capsys):
     from megatron_patch.runtime import doctor
 
     (finding,) = doctor.backends()
@@ -283,7 +261,7 @@ def test_doctor_prints_the_backends_and_the_old_name_says_so(
         assert f"\n    {line}" in finding.text
 
 
-def test_prepare_data_on_a_small_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_data_on_a_small_text(tmp_path, capsys):
     source = tmp_path / "a.txt"
     source.write_text("hello world\n" * 20)
     out = tmp_path / "out" / "a"

@@ -28,13 +28,13 @@ def usable(name: str) -> str | None:
     return path if done.returncode == 0 else None
 
 
-def test_the_first_files_parse_on_old_pythons() -> None:
+def test_the_first_files_parse_on_old_pythons():
     for name in ("__init__.py", "__main__.py"):
         ast.parse((PACKAGE / name).read_text(encoding="utf-8"), feature_version=(3, 7))
 
 
 @pytest.mark.parametrize("version", [(2, 7), (3, 8), (3, 11)])
-def test_an_old_python_gets_one_sentence(version: tuple[int, int]) -> None:
+def test_an_old_python_gets_one_sentence(version):
     sentence = megatron_patch.python_complaint(version)
     assert sentence is not None
     assert sentence.startswith("megatron_patch needs Python 3.12 or newer")
@@ -42,12 +42,12 @@ def test_an_old_python_gets_one_sentence(version: tuple[int, int]) -> None:
     assert "\n" not in sentence
 
 
-def test_this_python_and_later_ones_pass() -> None:
+def test_this_python_and_later_ones_pass():
     for version in ((3, 12), (3, 13, 1), (4, 0), sys.version_info):
         assert megatron_patch.python_complaint(version) is None
 
 
-def test_a_real_old_python_gets_one_sentence() -> None:
+def test_a_real_old_python_gets_one_sentence():
     """Runs every older interpreter of this machine; where there is none, the parse test stands."""
     for path in filter(None, map(usable, OLD)):
         done = subprocess.run(
@@ -69,7 +69,7 @@ def test_a_real_old_python_gets_one_sentence() -> None:
         assert "needs Python 3.12" in done.stdout
 
 
-def test_the_other_package_of_this_name_is_recognized(tmp_path: Path) -> None:
+def test_the_other_package_of_this_name_is_recognized(tmp_path):
     """Pai-Megatron-Patch on PYTHONPATH: its package is imported instead of ours."""
     other = tmp_path / "megatron_patch"
     other.mkdir()
@@ -87,11 +87,11 @@ def test_the_other_package_of_this_name_is_recognized(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_our_own_package_is_not_complained_about() -> None:
+def test_our_own_package_is_not_complained_about():
     assert entry.shadowed() is None
 
 
-def test_module_and_script_are_the_same_program() -> None:
+def test_module_and_script_are_the_same_program():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"megatron-patch": "megatron_patch.__main__:main"}
     assert entry.main.__module__ == "megatron_patch.__main__"

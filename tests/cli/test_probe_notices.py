@@ -27,7 +27,7 @@ def save_capture(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_says_nothing_of_parts_that_it_does_not_use(tmp_path: Path) -> None:
+def test_the_command_says_nothing_of_parts_that_it_does_not_use(tmp_path):
     """In a process of its own: what libraries say at their import they say once."""
     save_capture(tmp_path / "a.pt")
     command = [sys.executable, "-m", "megatron_patch", "probe", str(tmp_path / "a.pt")]

@@ -1,7 +1,5 @@
 """Values out of proportion are refused in words; tests/golden loads every shipped configuration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -18,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
     ("checkpoint.load_from=" + "x" * 3000, "checkpoint.load_from"),
     ("checkpoint.hmac_key_file=/dev/zero", "checkpoint.hmac_key_file"),
 ])  # fmt: skip
-def test_values_out_of_all_proportion_are_refused_in_words(override: str, path: str) -> None:
+def test_values_out_of_all_proportion_are_refused_in_words(override, path):
     with pytest.raises(config.ConfigError) as caught:
         config.load(ROOT / "configs" / "quickstart.yaml", [override])
     assert path in {problem.path for problem in caught.value.problems}
 
 
-def test_a_long_directory_name_is_no_crash() -> None:
+def test_a_long_directory_name_is_no_crash():
     """Path.is_file() raises for it; the directory is made, or not, when training starts."""
     long = "x" * 3000
     loaded = config.load(ROOT / "configs" / "quickstart.yaml", [f"checkpoint.directory={long}"])

@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 KEYS = [(path, item) for path, item in types.walk(RunConfig)]
 
 
-def test_the_committed_page_is_current() -> None:
+def test_the_committed_page_is_current():
     """Fails when a field, default or docstring changed: run ``make docs``."""
     committed = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert committed == docs.render_reference()
 
 
-def test_every_field_has_a_docstring() -> None:
+def test_every_field_has_a_docstring():
     sections = {RunConfig, *(section for _, section in docs._sections(RunConfig))}
     bare = [
         f"{section.__name__}.{name}"
@@ -30,7 +30,7 @@ def test_every_field_has_a_docstring() -> None:
     assert bare == []
 
 
-def test_every_section_stands_in_the_page() -> None:
+def test_every_section_stands_in_the_page():
     page = docs.render_reference()
     for path, section in docs._sections(RunConfig):
         assert f" {path}\n" in page
@@ -38,13 +38,13 @@ def test_every_section_stands_in_the_page() -> None:
             assert f"| `{name}` |" in page
 
 
-def test_every_key_has_terminal_help() -> None:
+def test_every_key_has_terminal_help():
     for path, _ in KEYS:
         text = docs.help_text(path)
         assert path.rpartition(".")[2] in text and len(text.splitlines()) >= 2, path
 
 
-def test_overview_names_every_key() -> None:
+def test_overview_names_every_key():
     overview = docs.help_text()
     assert [path for path, item in KEYS if f"  {path}" not in overview and not _nested(item)] == []
 
@@ -53,7 +53,7 @@ def _nested(item: types.Field) -> bool:
     return types.section_of(item.type) is not None
 
 
-def test_unknown_topics_are_refused_with_the_nearest() -> None:
+def test_unknown_topics_are_refused_with_the_nearest():
     for topic, hint in [("optimiser", "optimizer"), ("lr", "optimizer.lr"), ("model.x", "")]:
         with pytest.raises(ConfigError, match=f"no section or key of this name.*{hint}"):
             docs.help_text(topic)

@@ -14,7 +14,7 @@ Write = Callable[..., Path]
 Load = Callable[..., config.ConfigError]
 
 
-def test_precedence_default_base_file_override(write: Write) -> None:
+def test_precedence_default_base_file_override(write):
     write(MINIMAL, "a/base.yaml")
     write("base: ../a/base.yaml\noptimizer: {lr: 2e-4, beta1: 0.8}\n", "b/middle.yaml")
     path = write("base: b/middle.yaml\noptimizer: {lr: 3e-4}\nname: top\n", "top.yaml")
@@ -30,7 +30,7 @@ def test_precedence_default_base_file_override(write: Write) -> None:
     assert str(loaded.origins["optimizer.beta2"]) == "--set optimizer.beta2=0.5"
 
 
-def test_lists_are_replaced_not_merged(write: Write) -> None:
+def test_lists_are_replaced_not_merged(write):
     write(MINIMAL, "base.yaml")
     path = write("base: base.yaml\ndata: {blend: [{path: x}, {path: y}]}\n")
     assert [item.path for item in config.load(path).config.data.blend] == ["x", "y"]
@@ -38,7 +38,7 @@ def test_lists_are_replaced_not_merged(write: Write) -> None:
     assert config.load(path).config.data.blend == []
 
 
-def test_null_takes_an_inherited_section_away(write: Write) -> None:
+def test_null_takes_an_inherited_section_away(write):
     write(MINIMAL + "logging: {peak_tflops: 10}\n", "base.yaml")
     write("base: base.yaml\nmodel: {mtp: {num_layers: 2}}\n", "mtp.yaml")
     mtp = config.load(write("base: mtp.yaml\nmodel: {mtp: {loss_scaling_factor: 0.3}}\n"))
@@ -50,12 +50,12 @@ def test_null_takes_an_inherited_section_away(write: Write) -> None:
     assert loaded.logging.peak_tflops is None
 
 
-def test_base_may_be_null_or_absolute(write: Write, minimal: Path) -> None:
+def test_base_may_be_null_or_absolute(write, minimal):
     assert config.load(write(f"base: {minimal}\nname: x\n")).config.name == "x"
     assert config.load(write("base: null\n" + MINIMAL)).config.name == "demo"
 
 
-def test_problems_of_a_base_are_reported_there(write: Write, refused: Load) -> None:
+def test_problems_of_a_base_are_reported_there(write, refused):
     write(MINIMAL + "checkpoint: {intervall: 5}\n", "base.yaml")
     error = refused(write("base: base.yaml\ntrainig: {}\n"))
     first, second = (str(problem) for problem in error.problems)
@@ -73,7 +73,7 @@ def test_problems_of_a_base_are_reported_there(write: Write, refused: Load) -> N
     ({"run.yaml": "base: b.yaml\n", "b.yaml": "- a\n"}, "b.yaml:1:1: is not a mapping"),
     ({"run.yaml": "base: .\n"}, "is a directory"),
 ])  # fmt: skip
-def test_bad_bases(write: Write, refused: Load, files: dict[str, str], reason: str) -> None:
+def test_bad_bases(write, refused, files, reason):
     for name, text in files.items():
         write(text, name)
     path = write(files["run.yaml"])
@@ -82,13 +82,13 @@ def test_bad_bases(write: Write, refused: Load, files: dict[str, str], reason: s
     assert str(path.parent) in str(error)
 
 
-def test_a_link_does_not_hide_a_cycle(write: Write, refused: Load, tmp_path: Path) -> None:
+def test_a_link_does_not_hide_a_cycle(write, refused, tmp_path):
     path = write("base: link.yaml\n")
     (tmp_path / "link.yaml").symlink_to(path)
     assert "cannot be its own base" in str(refused(path))
 
 
-def test_long_chains_end(write: Write, refused: Load) -> None:
+def test_long_chains_end(write, refused):
     for index in range(40):
         write(f"base: {index + 1}.yaml\n", f"{index}.yaml")
     assert "more than 16 files in one chain" in str(refused(write("base: 0.yaml\n")))
@@ -116,7 +116,7 @@ def test_long_chains_end(write: Write, refused: Load) -> None:
     ("training.recompute.modules.0=core_attn", "training.recompute.modules.0", "core_attn"),
     (" optimizer.lr =1", "optimizer.lr", 1.0),
 ])  # fmt: skip
-def test_overrides(write: Write, override: str, path: str, value: object) -> None:
+def test_overrides(write, override, path, value):
     """Read before the checks between keys, which may refuse some of these for this model."""
     from megatron_patch.config import loader, yaml
     from megatron_patch.schema.run import RunConfig
@@ -133,7 +133,7 @@ def test_overrides(write: Write, override: str, path: str, value: object) -> Non
     assert str(reader.origins[path]).startswith("--set")
 
 
-def test_elements_of_a_list_that_is_only_a_default(write: Write) -> None:
+def test_elements_of_a_list_that_is_only_a_default(write):
     sets = ["data.split.0=0.9", "data.split.1=0.1", "data.blend.1.path=more"]
     loaded = config.load(write(MINIMAL), sets)
     assert loaded.config.data.split == [0.9, 0.1, 0.0]
@@ -142,12 +142,12 @@ def test_elements_of_a_list_that_is_only_a_default(write: Write) -> None:
     assert "--set data.split.0=0.9, --set data.split.1=0.1" in shown
 
 
-def test_the_default_list_is_not_shared(write: Write) -> None:
+def test_the_default_list_is_not_shared(write):
     first = config.load(write(MINIMAL)).config
     assert first.data.split is not config.load(write(MINIMAL)).config.data.split
 
 
-def test_the_last_override_of_a_key_wins(minimal: Path) -> None:
+def test_the_last_override_of_a_key_wins(minimal):
     loaded = config.load(minimal, ["optimizer.lr=1", "optimizer.lr=2"])
     assert loaded.config.optimizer.lr == 2
 
@@ -175,7 +175,7 @@ def test_the_last_override_of_a_key_wins(minimal: Path) -> None:
     ("run_dir=a\0b", "cannot stand in a configuration"),
     ("checkpoint.interval=none", "write null for no value"),
 ])  # fmt: skip
-def test_bad_overrides(minimal: Path, refused: Load, override: str, reason: str) -> None:
+def test_bad_overrides(minimal, refused, override, reason):
     error = refused(minimal, (override,))
     assert reason in str(error)
     assert "--set " in str(error)

@@ -45,7 +45,7 @@ bogus_section: {a: 1}
 """
 
 
-def test_every_problem_at_once_sorted_by_line(write: Write, refused: Load) -> None:
+def test_every_problem_at_once_sorted_by_line(write, refused):
     error = refused(write(MANY), ("optimizer.warmup=3",))
     found = [(p.where.line if p.where else None, p.path) for p in error.problems]
     assert found == [
@@ -70,7 +70,7 @@ def test_every_problem_at_once_sorted_by_line(write: Write, refused: Load) -> No
     assert "known keys: name, run_dir, model" in text
 
 
-def test_missing_sections_and_keys(write: Write, refused: Load) -> None:
+def test_missing_sections_and_keys(write, refused):
     error = refused(write("name: x\nmodel: {num_layers: 2}\n"))
     found = {p.path: p.message for p in error.problems}
     assert found["model.hidden_size"] == "is required: an integer"
@@ -115,7 +115,7 @@ class Whole:
             yield Problem("sizes", "no size is below a negative limit")
 
 
-def test_contradictions_carry_the_place_of_the_value(write: Write, refused: Load) -> None:
+def test_contradictions_carry_the_place_of_the_value(write, refused):
     path = write("limit: 5\nsizes:\n  width: 9\nblend:\n  - width: 1\n  - width: -1\n")
     error = refused(path, root=Whole)
     assert [(p.path, p.where and p.where.short.rpartition("/")[2]) for p in error.problems] == [
@@ -125,34 +125,34 @@ def test_contradictions_carry_the_place_of_the_value(write: Write, refused: Load
     ]
 
 
-def test_contradictions_are_reported_with_misspellings(write: Write, refused: Load) -> None:
+def test_contradictions_are_reported_with_misspellings(write, refused):
     """A key that cannot be read must not hide what else is wrong."""
     error = refused(write("limti: 5\nsizes: {width: 9, parts: two}\nlimit: 5\n"), root=Whole)
     assert {p.path for p in error.problems} == {"limti", "sizes.parts", "sizes.width"}
     assert "count as their defaults" in str(error)
 
 
-def test_a_problem_of_a_section_is_placed_at_its_first_value(write: Write, refused: Load) -> None:
+def test_a_problem_of_a_section_is_placed_at_its_first_value(write, refused):
     (problem,) = refused(write("limit: -1\nsizes:\n  parts: 1\n  width: -2\n"), root=Whole).problems
     assert problem.where is not None
     assert problem.where.line == 3
 
 
-def test_error_text_is_bounded(write: Write, refused: Load) -> None:
+def test_error_text_is_bounded(write, refused):
     error = refused(write("".join(f"key_{i}: 1\n" for i in range(2000))), root=Whole)
     assert len(error.problems) == 2000
     assert "... and 1900 more" in str(error)
     assert len(str(error)) < 20_000
 
 
-def test_terminal_escapes_do_not_reach_the_terminal() -> None:
+def test_terminal_escapes_do_not_reach_the_terminal():
     problem = Problem("a\x1b[31m", "b\x1b]0;x\x07", Place("c\x1b[2J", 3, 4))
     text = str(config.ConfigError([problem]))
     assert "\x1b" not in text
     assert "c\\x1b[2J:3:4: a\\x1b[31m: b" in text
 
 
-def test_every_rank_gets_the_error_of_the_first_one() -> None:
+def test_every_rank_gets_the_error_of_the_first_one():
     error = LayoutError([Problem("a", "b", may_pass=True)], note="and so on")
     found = pickle.loads(pickle.dumps(error))
     assert type(found) is LayoutError and found.problems == error.problems
@@ -160,11 +160,11 @@ def test_every_rank_gets_the_error_of_the_first_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "../x", "", "-x", ".x", "x" * 129, "é", "$(id)", "a\nb"])
-def test_names_that_could_be_paths_or_commands(minimal: Path, refused: Load, name: str) -> None:
+def test_names_that_could_be_paths_or_commands(minimal, refused, name):
     assert {p.path for p in refused(minimal, (f"name='{name}'",)).problems} == {"name"}
 
 
-def test_render_names_every_origin(minimal: Path) -> None:
+def test_render_names_every_origin(minimal):
     loaded = config.load(minimal, ["optimizer.lr=3e-4"])
     lines = {line.split(":")[0]: line for line in loaded.render().splitlines()}
     lines = {key.removeprefix("  "): line for key, line in lines.items()}
@@ -176,7 +176,7 @@ def test_render_names_every_origin(minimal: Path) -> None:
     assert yaml.safe_load(loaded.dump_origins())["optimizer.lr"] == "--set optimizer.lr=3e-4"
 
 
-def test_loading_does_not_import_torch(write: Write) -> None:
+def test_loading_does_not_import_torch(write):
     """All checks run before anything heavy: a typo must not cost the import of torch.
 
     Nor must the options of prepare-data, and they answer where torch is broken.
@@ -193,6 +193,6 @@ def test_loading_does_not_import_torch(write: Write) -> None:
 
 
 @pytest.mark.parametrize("room", ["attention", "cluster", "problem", "run", "training"])
-def test_every_section_can_be_imported_first(room: str) -> None:
+def test_every_section_can_be_imported_first(room):
     program = f"import megatron_patch.schema.{room}"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -91,7 +91,7 @@ def read(key: str, value: str) -> tuple[Any, list[config.Problem]]:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_path_key_takes_every_form(key: str) -> None:
+def test_every_path_key_takes_every_form(key):
     assert {v: read(key, v) for v, _ in EXPANDED} == {v: (w, []) for v, w in EXPANDED}
     for value, reason in REFUSED:
         (problem,) = read(key, value)[1]
@@ -108,7 +108,7 @@ NO_PATHS = (
 PLACES = re.compile(r"path|file|directory|folder|script|dir\b|sqsh|_from\b|where ", re.IGNORECASE)
 
 
-def test_no_path_key_is_forgotten() -> None:
+def test_no_path_key_is_forgotten():
     """A key whose name or docstring speaks of files is marked, or no text at all."""
     for root in (RunConfig, PrepareOptions):
         for key, item in types.walk(root):
@@ -134,7 +134,7 @@ def arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.A
             yield parser.prog, action
 
 
-def test_every_argument_that_names_a_place_is_expanded() -> None:
+def test_every_argument_that_names_a_place_is_expanded():
     found = [
         (prog, action)
         for prog, action in arguments(app.build_parser())
@@ -145,7 +145,7 @@ def test_every_argument_that_names_a_place_is_expanded() -> None:
 
 
 @given(st.lists(st.sampled_from(["~", "/", "$SUB", "${SUB}", "$$", "x", ".", " y", "$HOME"])))
-def test_an_expanded_path_is_written_so_that_it_means_itself(parts: list[str]) -> None:
+def test_an_expanded_path_is_written_so_that_it_means_itself(parts):
     """What a run directory and the launcher's configuration hold is read again."""
     try:
         found = paths.expand("".join(parts))
@@ -169,9 +169,7 @@ CASES = [
 
 @pytest.mark.parametrize(("key", "value", "place"), CASES)
 @pytest.mark.parametrize("how", ["file", "set"])
-def test_check_says_where_a_path_leads(
-    key: str, value: str, place: str, how: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_says_where_a_path_leads(key, value, place, how, capsys):
     """A path in the file and one on the command line; and the resolved text loads to the same."""
     Path("run.yaml").write_text(MINIMAL)
     argv = ["run.yaml", "--set", f"{key}={value}"]
@@ -196,9 +194,7 @@ def test_check_says_where_a_path_leads(
         assert f"  run_dir: {Path.cwd()}/runs/demo\n" in out, "relative: to the working directory"
 
 
-def test_a_dollar_of_a_name_survives_the_recorded_configuration(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_dollar_of_a_name_survives_the_recorded_configuration(monkeypatch):
     Path("run.yaml").write_text(MINIMAL)
     monkeypatch.setenv("SCRATCH", "/vol$1/ada")
     loaded = config.load("run.yaml", ["run_dir=$SCRATCH/a$$b", "checkpoint.directory=./~"])
@@ -208,7 +204,7 @@ def test_a_dollar_of_a_name_survives_the_recorded_configuration(
 
 
 @pytest.mark.parametrize("text", ["~/old", "$SCRATCH/old"])
-def test_what_earlier_versions_wrote_under_the_bare_name_is_not_left_behind(text: str) -> None:
+def test_what_earlier_versions_wrote_under_the_bare_name_is_not_left_behind(text):
     """A run in ``./~/old`` must not begin anew in the home directory."""
     Path("run.yaml").write_text(MINIMAL)
     Path(text).mkdir(parents=True)
@@ -218,7 +214,7 @@ def test_what_earlier_versions_wrote_under_the_bare_name_is_not_left_behind(text
     assert Path(text).samefile(config.load("run.yaml", [f"run_dir={bare}"]).config.directory)
 
 
-def test_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home(monkeypatch):
     for home, reason in (("", "is empty"), ("ada", "not an absolute path")):
         monkeypatch.setenv("HOME", home)
         with pytest.raises(paths.PathError, match=reason):
@@ -230,7 +226,7 @@ def test_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("base", ["~/base.yaml", "$LIB/base.yaml"])
-def test_base(base: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_base(base, monkeypatch, tmp_path):
     (tmp_path / "base.yaml").write_text(MINIMAL)
     for name in ("HOME", "LIB"):
         monkeypatch.setenv(name, os.fspath(tmp_path))
@@ -248,7 +244,7 @@ def test_base(base: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     ["20", "step_00000020", "run/checkpoints/step_00000030.attempt-1", "run/checkpoints/latest",
      "run/checkpoints/iter_0000020", "$SCRATCH/run"],
 )  # fmt: skip
-def test_load_from_names_what_is_there(wish: str, tmp_path: Path) -> None:
+def test_load_from_names_what_is_there(wish, tmp_path):
     (tmp_path / "run" / "checkpoints" / "step_00000020.attempt-1").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "latest").write_text("step_00000020.attempt-1\n")
     Path("run.yaml").write_text(MINIMAL)
@@ -260,7 +256,7 @@ LAUNCH = ["launch", "--config", "run.yaml", "--nodes", "1", "--dry-run",
           "--set", "cluster.gpus_per_node=0", "--set", "cluster.ranks_per_node=1"]  # fmt: skip
 
 
-def test_launch_writes_the_same_paths(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_writes_the_same_paths(capsys):
     Path("run.yaml").write_text(MINIMAL)
     sets = {"run_dir": "$SCRATCH/x", "cluster.python": "~/venv/bin/python",
             "cluster.setup_script": "env.sh", "cluster.local_dir": "$SCRATCH/local",
@@ -278,9 +274,7 @@ def test_launch_writes_the_same_paths(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("name", ["TMPDIR", "SLURM_JOB_ID", "SLURM_TMPDIR"])
-def test_launch_refuses_what_only_the_nodes_know(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_launch_refuses_what_only_the_nodes_know(name, monkeypatch, capsys):
     """Set in the shell that submits, it is that shell's. A process on a node takes its own."""
     monkeypatch.setenv(name, "/tmp/17")
     Path("run.yaml").write_text(MINIMAL)
@@ -290,13 +284,13 @@ def test_launch_refuses_what_only_the_nodes_know(
 
 
 @pytest.mark.parametrize("value", ["~/bin/python", "$CONDA/bin/python"])
-def test_a_path_inside_the_image_is_not_expanded(value: str) -> None:
+def test_a_path_inside_the_image_is_not_expanded(value):
     Path("run.yaml").write_text(MINIMAL)
     with pytest.raises(config.ConfigError, match="inside the image, written out"):
         config.load("run.yaml", [f"cluster.container.python={value}"])
 
 
-def test_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments(monkeypatch, capsys):
     """As in ``--config=~/run.yaml``, which no shell expands."""
     here = Path.cwd()
     monkeypatch.setenv("HOME", os.fspath(here))

@@ -38,7 +38,7 @@ def load_text(text: str, overrides: tuple[str, ...] = ()) -> config.Loaded:
 
 @given(everything)
 @settings(max_examples=200)
-def test_dump_loads_to_the_same_values(value: Everything) -> None:
+def test_dump_loads_to_the_same_values(value):
     text = render.dump(loader._plain(value))
     assert load_text(text).config == value
     # Any other YAML reader gets the same values, types included, from the saved file.
@@ -53,7 +53,7 @@ def test_dump_loads_to_the_same_values(value: Everything) -> None:
 @example("~")
 @example("'")
 @example("a: b")
-def test_any_text_given_by_set_stays_that_text(text: str) -> None:
+def test_any_text_given_by_set_stays_that_text(text):
     quoted = len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] in "'\""
     if quoted or not text.strip():
         return
@@ -62,7 +62,7 @@ def test_any_text_given_by_set_stays_that_text(text: str) -> None:
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 @settings(max_examples=300)
-def test_every_double_is_read_back_exactly(value: float) -> None:
+def test_every_double_is_read_back_exactly(value):
     for text in (repr(value), render.scalar(value), f"{value:.17e}"):
         found = read_scalar(Scalar(text, False, config.Place("x")), float)
         assert math.copysign(1, found) == math.copysign(1, value)
@@ -71,7 +71,7 @@ def test_every_double_is_read_back_exactly(value: float) -> None:
 
 @given(st.text(alphabet="0123456789+-_.eExXoObB:,aft~ ", max_size=12))
 @settings(max_examples=500)
-def test_numbers_mean_what_python_says_or_are_refused(text: str) -> None:
+def test_numbers_mean_what_python_says_or_are_refused(text):
     """What is accepted as a number is that number to Python too; nothing else gets through."""
     for tp in (int, float):
         try:
@@ -84,6 +84,6 @@ def test_numbers_mean_what_python_says_or_are_refused(text: str) -> None:
 
 @given(st.text(max_size=200))
 @settings(max_examples=100)
-def test_suggestions_are_known_keys(word: str) -> None:
+def test_suggestions_are_known_keys(word):
     hint = loader.suggestion(word, Everything, Everything)
     assert any(name in hint for name in Everything.__slots__)

@@ -3,8 +3,6 @@
 Each row: the key, what is written after its colon, and either the value or a piece of the error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,7 +128,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("key", "written", "value"), RIGHT, ids=[f"{r[0]}={r[1]}" for r in RIGHT])
-def test_right_value(write: Write, key: str, written: str, value: object) -> None:
+def test_right_value(write, key, written, value):
     found = getattr(config.load(write(f"{key}: {written}\n"), root=Everything).config, key)
     assert found == value
     assert type(found) is type(value)
@@ -139,22 +137,20 @@ def test_right_value(write: Write, key: str, written: str, value: object) -> Non
 @pytest.mark.parametrize(
     ("key", "written", "reason"), WRONG, ids=[f"{r[0]}={r[1][:20]}" for r in WRONG]
 )
-def test_refused_with_place_and_remedy(
-    write: Write, refused: Load, key: str, written: str, reason: str
-) -> None:
+def test_refused_with_place_and_remedy(write, refused, key, written, reason):
     error = refused(write(f"# line 1\n{key}: {written}\n"), root=Everything)
     assert reason in str(error)
     assert any(p.where and p.where.line in (0, 2, 3) for p in error.problems), str(error)
     assert "run.yaml" in str(error)
 
 
-def test_the_reader_we_build_on_falls_into_the_traps() -> None:
+def test_the_reader_we_build_on_falls_into_the_traps():
     """Why the loader resolves values itself: PyYAML's answers to the same text."""
     text = "a: no\nb: 010\nc: 1:30\nd: 1e-4\ne: 1\ne: 2\n"
     assert yaml.safe_load(text) == {"a": False, "b": 8, "c": 90, "d": "1e-4", "e": 2}
 
 
-def test_duplicate_key_names_both_places(write: Write, refused: Load) -> None:
+def test_duplicate_key_names_both_places(write, refused):
     error = refused(write("count: 1\nrate: 2\ncount: 3\n"), root=Everything)
     (problem,) = error.problems
     assert problem.where is not None
@@ -162,11 +158,11 @@ def test_duplicate_key_names_both_places(write: Write, refused: Load) -> None:
     assert "run.yaml:1" in problem.message
 
 
-def test_duplicate_key_in_a_nested_flow_section(write: Write, refused: Load) -> None:
+def test_duplicate_key_in_a_nested_flow_section(write, refused):
     assert "written twice" in str(refused(write("inner: {depth: 1, depth: 2}\n"), root=Everything))
 
 
-def test_alias_bomb_is_refused_at_its_first_anchor(write: Write, refused: Load) -> None:
+def test_alias_bomb_is_refused_at_its_first_anchor(write, refused):
     lines = ["l0: &l0 [x, x]"]
     lines += [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 9)]
     error = refused(write("\n".join(lines)), root=Everything)
@@ -195,22 +191,20 @@ def test_alias_bomb_is_refused_at_its_first_anchor(write: Write, refused: Load) 
     ("many: [" + "1," * 100_000 + "]", "more than 10000 keys and values"),
     ("x: " + "y" * 300_000, "a configuration has at most 262144"),
 ])  # fmt: skip
-def test_files_that_are_no_configuration(
-    write: Write, refused: Load, text: str | bytes, reason: str
-) -> None:
+def test_files_that_are_no_configuration(write, refused, text, reason):
     error = refused(write(text), root=Everything)
     assert reason in str(error)
     assert "run.yaml" in str(error)
 
 
-def test_byte_order_mark_is_no_part_of_the_first_key(write: Write) -> None:
+def test_byte_order_mark_is_no_part_of_the_first_key(write):
     assert config.load(write(b"\xef\xbb\xbfcount: 3\n"), root=Everything).config.count == 3
 
 
-def test_explicit_end_and_start_of_the_only_document(write: Write) -> None:
+def test_explicit_end_and_start_of_the_only_document(write):
     assert config.load(write("%YAML 1.2\n---\ncount: 3\n...\n"), root=Everything).config.count == 3
 
 
 @pytest.mark.parametrize("what", ["missing.yaml", ".", "/dev/null", "a\0b"])
-def test_unreadable_files(refused: Load, what: str) -> None:
+def test_unreadable_files(refused, what):
     assert what.replace("\0", "\\x00") in str(refused(Path(what) if "\0" not in what else what))

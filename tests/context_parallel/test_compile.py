@@ -1,7 +1,5 @@
 """Attention inside ``torch.compile``: a graph on either side, and nothing of it traced."""
 
-from __future__ import annotations
-
 import torch
 from cp_cases import Case, cut, make_inputs
 

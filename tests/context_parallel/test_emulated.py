@@ -198,13 +198,7 @@ def test_a_bug_in_one_rank_ends_the_emulation():
     given = make_inputs(case)
     with pytest.raises(RuntimeError, match="head dim"):
         emulate(
-            given.q,
-            given.k,
-            given.v,
-            given.dout,
-            size=4,
-            backend="reference",
-            primitives=_Broken(),
+            given.q, given.k, given.v, given.dout, size=4, backend="reference", primitives=_Broken()
         )
 
 

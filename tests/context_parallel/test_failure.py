@@ -1,7 +1,5 @@
 """A rank that dies or hangs: the others fail in time and name it."""
 
-from __future__ import annotations
-
 import pytest
 from cp_cases import Case
 from ranks import Ranks

@@ -3,8 +3,6 @@
 pytest -m gpu tests/context_parallel/test_gpu_lost.py         # two GPUs or more; a minute a test
 """
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,22 +1,10 @@
 """Streams, memory and the order of transfers, proved for every schedule without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cp_cases import Case, make_inputs
 from emulated import run
-from happens_before import (
-    COMPUTE,
-    Device,
-    Watched,
-    Work,
-    batches,
-    hidden,
-    races,
-    recorded,
-    stuck,
-)
+from happens_before import COMPUTE, Device, Watched, Work, batches, hidden, races, recorded, stuck
 
 from megatron_patch.context_parallel import communicator
 from megatron_patch.context_parallel.movement import Ring

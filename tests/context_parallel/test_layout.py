@@ -1,7 +1,5 @@
 """The zigzag split: complete, balanced, and the one Megatron-Core uses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Packed documents: the split is a permutation, is Megatron's, and groups of ranks nest."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_patch.context_parallel.layout import chunks_of, positions
-from megatron_patch.context_parallel.schedule import Bounds, Mask, Part, Schedule, schedule
+from megatron_patch.context_parallel.schedule import Bounds, Mask, Part, Schedule
 
 BOUNDS = st.builds(Bounds, st.integers(-1, 40), st.integers(-1, 40))
 
@@ -57,7 +56,7 @@ def covered(plan: Schedule, source: int, chunk: int) -> torch.Tensor:
 @settings(max_examples=150)
 def test_every_visible_pair_once_and_no_chunk_in_vain(size, chunk, bounds, by_position):
     for rank in range(size):
-        plan = schedule(size, rank, bounds, short=chunk, long=chunk, by_position=by_position)
+        plan = Schedule(size, rank, bounds, short=chunk, long=chunk, by_position=by_position)
         mine = positions(2 * size * chunk, rank=rank, size=size)
         for source in range(size):
             keys = halves(source, size, chunk)
@@ -77,7 +76,7 @@ def test_every_visible_pair_once_and_no_chunk_in_vain(size, chunk, bounds, by_po
 def test_spans_cover_what_is_visible(size, chunk, bounds, by_position):
     total = 2 * size * chunk
     for rank in range(size):
-        plan = schedule(size, rank, bounds, short=chunk, long=chunk, by_position=by_position)
+        plan = Schedule(size, rank, bounds, short=chunk, long=chunk, by_position=by_position)
         queries = halves(rank, size, chunk)
         for span in plan.spans():
             q = picked(span.q, queries)
@@ -93,7 +92,7 @@ def test_spans_cover_what_is_visible(size, chunk, bounds, by_position):
 def test_spans_without_a_mask_stay_whole_launches():
     """No bound at all, in a dense sequence as in a pack of unknown lengths."""
     for short in (1, 8):
-        plan = schedule(4, 1, Bounds(-1, -1), short=short, long=8, by_position=False)
+        plan = Schedule(4, 1, Bounds(-1, -1), short=short, long=8, by_position=False)
         (span,) = plan.spans()
         assert (span.q, span.first, span.last, span.mask) == (Part.BOTH, 0, 8, Mask.NONE)
 
@@ -104,10 +103,10 @@ def test_unknown_lengths_only_add(size, short, extra, bounds):
     """Documents of several lengths: what any of them needs is sent, and no mask is dropped."""
     long = short + extra
     for rank in range(size):
-        loose = schedule(size, rank, bounds, short=short, long=long, by_position=False)
+        loose = Schedule(size, rank, bounds, short=short, long=long, by_position=False)
         for source in range(size):
             for chunk in range(short, long + 1):
-                tight = schedule(size, rank, bounds, short=chunk, long=chunk, by_position=False)
+                tight = Schedule(size, rank, bounds, short=chunk, long=chunk, by_position=False)
                 need = tight.needs(rank, source)
                 assert need is None or loose.needs(rank, source) in (need, Part.BOTH)
                 assert torch.equal(
@@ -118,7 +117,7 @@ def test_unknown_lengths_only_add(size, short, extra, bounds):
 def test_the_usual_causal_ring_is_one_launch_a_step():
     causal = Bounds(-1, 0)
     for rank in range(4):
-        plan = schedule(4, rank, causal, short=8, long=8, by_position=False)
+        plan = Schedule(4, rank, causal, short=8, long=8, by_position=False)
         for source in range(4):
             (pair,) = plan.pairs(source)
             want = {
@@ -127,10 +126,3 @@ def test_the_usual_causal_ring_is_one_launch_a_step():
                 1: (Part.SECOND, Part.BOTH, Mask.NONE),
             }[(source > rank) - (source < rank)]
             assert (pair.q, pair.k, pair.mask) == want
-
-
-def test_plans_are_made_once():
-    one = schedule(8, 3, Bounds(100, 0), short=64, long=64, by_position=False)
-    assert one is schedule(8, 3, Bounds(100, 0), short=64, long=64, by_position=False)
-    with pytest.raises(AttributeError):
-        one.rank = 2  # type: ignore[misc]

@@ -1,7 +1,5 @@
 """Signs of life: which rank is named when NCCL's watchdog would name none."""
 
-from __future__ import annotations
-
 import pytest
 from ranks import Ranks
 

@@ -1,7 +1,5 @@
 """Which function the MLPs get, and what the compiled ones are worth against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Compiled loss, norms and activations as a GPU runs them: errors to float64, memory."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """CPU mode answers Megatron-Core's CUDA assumptions, and leaves nothing behind when undone."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

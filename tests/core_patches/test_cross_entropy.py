@@ -1,7 +1,5 @@
 """The compiled loss and norms: errors, odd input. Models that train with them: test_residual.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

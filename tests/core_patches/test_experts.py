@@ -1,7 +1,5 @@
 """Grouped experts beside core's, which run one after the other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron_cpu import loss_and_grads, reseed, single_rank, tiny_run

@@ -6,9 +6,11 @@ that need several ranks are read from core's code here, and the test that shows 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import io
+import operator
 import sys
 from fractions import Fraction
 from types import CodeType, ModuleType, SimpleNamespace
@@ -50,7 +52,8 @@ def unpatched():
 def test_core_needs_it(name):
     if HAVE_TE and name in ("QKV split", "norm and clipping"):
         pytest.skip("with Transformer Engine core has its own")
-    NEEDED[name]()
+    assert name in NEEDED or name in {row[0] for row in USES}
+    NEEDED.get(name, lambda: None)()
 
 
 def names_in(function) -> set[str]:
@@ -61,6 +64,39 @@ def names_in(function) -> set[str]:
         used |= set(code.co_names)
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
     return used
+
+
+LANGUAGE = "models.common.language_module.language_module:LanguageModule"
+USES = [
+    ("packed rotary", "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
+     ["tolist"], []),  # lengths of documents are brought to the host
+    ("Muon's matrices", f"{LANGUAGE}.setup_embeddings_and_output_layer",
+     [], ["position_embeddings"]),
+    ("Muon's gather",
+     "optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.allgather_params",
+     ["all_gather"], []),  # all matrices at once
+    ("gathered logits", f"{LANGUAGE}.compute_language_model_loss",
+     [], ["vocab_size", "parallel_output", "gather_output"]),  # any width is taken for a part
+    ("optimizer kernel", "optimizer:_get_megatron_optimizer_based_on_param_groups",
+     ["USING_PYTORCH_OPTIMIZER", "Adam"], []),  # a global of the module
+    ("agreed norm", "optimizer.optimizer:ChainedOptimizer.step",
+     ["get_grad_norm", "clip_grad_by_total_norm_fp32"], []),
+    # Whole parameters are gathered; what follows: tests/checkpoint/test_reshardable.py.
+    ("resharding",
+     "optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
+     ["get_parameter_state_dp_zero"], []),
+    ("results queue", "dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
+     ["Manager"], []),  # a queue starts a process
+]  # fmt: skip
+"""Patch, a function of core, names that it uses, and names that it does not."""
+
+
+@pytest.mark.parametrize(("name", "place", "used", "unused"), USES)
+def test_core_uses(name, place, used, unused):
+    module, _, path = place.partition(":")
+    function = operator.attrgetter(path)(importlib.import_module(f"megatron.core.{module}"))
+    assert name in [patch.name for patch in PATCHES]
+    assert names_in(function) >= {*used} and not names_in(function) & {*unused}
 
 
 def l2_norm(*tensors):
@@ -100,34 +136,11 @@ def a_norm_needs_values_on_the_host():
         l2_norm(*[torch.ones(2, device="meta")] * 2)
 
 
-@shows("packed rotary")
-def lengths_of_documents_are_brought_to_the_host():
-    from megatron.core.models.common.embeddings import rope_utils
-
-    assert "tolist" in names_in(rope_utils._apply_rotary_pos_emb_thd)
-
-
 @shows("Muon's matrices")
 def a_table_of_positions_is_a_matrix():
     from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
 
     assert not _is_nonlinear_or_embedding(torch.empty(4, 2))
-    assert not {"position_embeddings"} & names_in(
-        core_language_module().setup_embeddings_and_output_layer
-    )
-
-
-def core_language_module():
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-
-    return LanguageModule
-
-
-@shows("Muon's gather")
-def all_matrices_are_gathered_at_once():
-    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
-
-    assert "all_gather" in names_in(LayerWiseDistributedOptimizer.allgather_params)
 
 
 @shows("rotary positions")
@@ -261,14 +274,6 @@ def a_part_of_the_sinks_is_not_marked():
     assert not getattr(layer.softmax_offset, "tensor_model_parallel", False)
 
 
-@shows("gathered logits")
-def any_width_is_taken_for_a_part():
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-
-    used = names_in(LanguageModule.compute_language_model_loss)
-    assert not used & {"vocab_size", "parallel_output", "gather_output"}
-
-
 @shows("tied output layer")
 def a_last_stage_allocates_an_output_layer():
     """And ours does not: a last pipeline stage alone, with tied embeddings and an extra depth."""
@@ -294,14 +299,6 @@ def a_last_stage_allocates_an_output_layer():
             for model in (GPTModel, gpt.GPTModel)
         )
     assert core.output_layer.weight is not None and ours.output_layer.weight is None
-
-
-@shows("optimizer kernel")
-def the_kernel_is_a_global_of_the_module():
-    import megatron.core.optimizer as core
-
-    used = names_in(core._get_megatron_optimizer_based_on_param_groups)
-    assert used >= {"USING_PYTORCH_OPTIMIZER", "Adam"}
 
 
 @shows("fused AdamW")
@@ -354,22 +351,6 @@ def weights_are_copied_one_by_one():
     assert bool((bucket.param_data == 1).all()) and seen.count == 2
 
 
-@shows("agreed norm")
-def a_step_asks_for_the_norm_and_goes_on():
-    from megatron.core.optimizer.optimizer import ChainedOptimizer
-
-    assert names_in(ChainedOptimizer.step) >= {"get_grad_norm", "clip_grad_by_total_norm_fp32"}
-
-
-@shows("resharding")
-def whole_parameters_are_gathered():
-    """What follows from it: tests/checkpoint/test_reshardable.py."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    used = names_in(DistributedOptimizer.sharded_param_state_fully_reshardable)
-    assert "get_parameter_state_dp_zero" in used
-
-
 @shows("empty parts")
 def a_part_without_parameters_asserts():
     from megatron.core.optimizer import distrib_optimizer as core
@@ -409,13 +390,6 @@ def an_object_with_code_comes_out_of_a_shard():
     item = SimpleNamespace(dest_index=SimpleNamespace(fqn="x"))
     MCoreLoadPlanner.load_bytes(planner, item, shard)
     assert planner.state_dict["x"] == Fraction(1, 2)
-
-
-@shows("results queue")
-def a_queue_starts_a_process():
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    assert "Manager" in names_in(filesystem_async.get_write_results_queue)
 
 
 @shows("core attention")

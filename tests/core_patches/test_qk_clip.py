@@ -70,7 +70,7 @@ def forward(chunk: Any, *, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize(("backend", "bf16"), [("reference", False), ("stable_flash", True)])
-def test_a_layer_without_attention_is_no_hindrance(backend: str, bf16: bool) -> None:
+def test_a_layer_without_attention_is_no_hindrance(backend, bf16):
     chunk = hybrid(backend, bf16=bf16)
     attention = forward(chunk)
     before = attention.core_attention.current_max_attn_logits.clone()
@@ -116,7 +116,7 @@ def with_shard(chunk: Any, rank: int) -> Any:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_shard_of_the_distributed_optimizer_is_scaled_like_the_weight(rank: int) -> None:
+def test_the_shard_of_the_distributed_optimizer_is_scaled_like_the_weight(rank):
     chunk = hybrid(bf16=True)
     weight, cut = with_shard(chunk, rank)
     forward(chunk)
@@ -133,7 +133,7 @@ def test_the_shard_of_the_distributed_optimizer_is_scaled_like_the_weight(rank: 
     assert torch.equal(kept, weight.main_param)
 
 
-def test_an_optimizer_without_weights_to_scale_is_refused() -> None:
+def test_an_optimizer_without_weights_to_scale_is_refused():
     chunk = hybrid(bf16=True)
     weight, _ = with_shard(chunk, 0)
     weight.main_param = None
@@ -183,7 +183,7 @@ def measures_or_refuses(backend: str, *, device: str, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("backend", SERVED)
-def test_every_backend_gives_its_largest_logits_or_says_that_it_has_none(backend: str) -> None:
+def test_every_backend_gives_its_largest_logits_or_says_that_it_has_none(backend):
     did = measures_or_refuses(backend, device="cpu")
     assert did == "measured" or backend not in ("reference", "stable_flash"), did
     if not BACKENDS[backend].max_logits:
@@ -201,7 +201,7 @@ def test_every_backend_gives_its_largest_logits_or_says_that_it_has_none(backend
     ],
     ids=str,
 )
-def test_the_same_on_a_gpu(backend: str, options: dict[str, Any]) -> None:
+def test_the_same_on_a_gpu(backend, options):
     did = measures_or_refuses(backend, device="cuda", **options)
     print(backend, options, did)
     if backend == "stable_flash" and options.get("backward") != "fa4":

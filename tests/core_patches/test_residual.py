@@ -1,7 +1,5 @@
 """Additions to the residual stream that the next norm makes: errors, order, who makes them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from error_bound import check

@@ -1,7 +1,5 @@
 """Rotary positions in Megatron-Core by our kernel; its angles far from the start."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The split of the QKV projection: its gradient is not copied where it need not be."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.transformer import attention

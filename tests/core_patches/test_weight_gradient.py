@@ -1,7 +1,5 @@
 """Weight gradients that the product adds to their buffer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """``data:`` contradictions that are found without any file."""
 
-from __future__ import annotations
-
 import pytest
 from prepared import run_config
 
@@ -52,7 +50,7 @@ A, B = DatasetConfig(path="a"), DatasetConfig(path="b")
         ),
     ],
 )
-def test_contradictions_are_named(changes: dict, path: str, reason: str) -> None:
+def test_contradictions_are_named(changes, path, reason):
     run = run_config(A, **changes)
     problems = list(checks.problems(run, ["data"]))
     assert [p.path for p in problems] == [path]
@@ -70,6 +68,6 @@ def test_contradictions_are_named(changes: dict, path: str, reason: str) -> None
         {"tokenizer": TokenizerConfig(kind="huggingface", path="t.json")},
     ],
 )
-def test_good_sections_have_no_problems(changes: dict) -> None:
+def test_good_sections_have_no_problems(changes):
     run = run_config(A, **changes)
     assert list(checks.problems(run, ["data"])) == []

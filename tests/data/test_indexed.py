@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from megatron_patch.data import indexed
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
-def test_the_bytes_are_those_of_megatrons_builder(tmp_path: Path, dtype: str) -> None:
+def test_the_bytes_are_those_of_megatrons_builder(tmp_path, dtype):
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
     rng = np.random.default_rng(0)
@@ -41,9 +40,7 @@ def test_the_bytes_are_those_of_megatrons_builder(tmp_path: Path, dtype: str) ->
 
 @settings(max_examples=30)
 @given(lengths=st.lists(st.integers(0, 2**31 - 1), max_size=40), size=st.sampled_from([7, 1 << 20]))
-def test_what_is_written_is_read_and_consistent(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], size: int
-) -> None:
+def test_what_is_written_is_read_and_consistent(tmp_path_factory, lengths, size):
     """Checked slice by slice: a carry lost between slices would show in the pointers."""
     path = tmp_path_factory.mktemp("idx") / "x.idx"
     with path.open("wb") as stream:
@@ -80,15 +77,13 @@ def edited(lengths: list[int], at: int, form: str, value: int) -> bytes:
         (34 + 48 + 8, "<q", 3, "not in order"),
     ],
 )
-def test_every_field_is_checked(
-    tmp_path: Path, at: int, form: str, value: int, reason: str
-) -> None:
+def test_every_field_is_checked(tmp_path, at, form, value, reason):
     path = tmp_path / "x.idx"
     path.write_bytes(edited([3, 1, 4, 1], at, form, value))
     with pytest.raises(ValueError, match=reason):
         raise ValueError("; ".join(indexed.index_problems(indexed.open_index(path), 18)))
 
 
-def test_uint16_up_to_65535_ids() -> None:
+def test_uint16_up_to_65535_ids():
     assert indexed.dtype_for(65_535) == "uint16"
     assert indexed.dtype_for(65_536) == "int32"

@@ -54,7 +54,7 @@ def corpus_of_the_report(tmp_path: Path) -> Path:
     return corpus
 
 
-def test_three_of_fifteen_documents(tmp_path: Path) -> None:
+def test_three_of_fifteen_documents(tmp_path):
     """The case of the report: all fifteen are read, and the link to nothing is named."""
     corpus = corpus_of_the_report(tmp_path)
     text = refusal(tmp_path, corpus)
@@ -65,9 +65,7 @@ def test_three_of_fifteen_documents(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "out") == made
 
 
-def test_what_is_left_out_is_told_counted_and_bounded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_left_out_is_told_counted_and_bounded(tmp_path, capsys):
     corpus = tmp_path / "corpus"
     (corpus / "deep").mkdir(parents=True)
     (corpus / "a.txt").write_text("a document")
@@ -85,7 +83,7 @@ def test_what_is_left_out_is_told_counted_and_bounded(
     assert str(tmp_path) not in (tmp_path / "out.manifest.json").read_text()
 
 
-def test_the_manifest_of_plain_inputs_is_as_it_always_was(tmp_path: Path) -> None:
+def test_the_manifest_of_plain_inputs_is_as_it_always_was(tmp_path):
     """What later versions count is written where it says something: old manifests stay valid."""
     (tmp_path / "a.txt").write_text("text")
     make(tmp_path / "out", tmp_path / "a.txt")
@@ -136,7 +134,7 @@ UNKNOWN: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
-def test_what_holds_no_documents_is_refused_or_left_out(tmp_path: Path, kind: str) -> None:
+def test_what_holds_no_documents_is_refused_or_left_out(tmp_path, kind):
     name, create, reason = UNKNOWN[kind]
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "good.md").write_text("a good document")
@@ -148,7 +146,7 @@ def test_what_holds_no_documents_is_refused_or_left_out(tmp_path: Path, kind: st
     assert made.sources[0].left_out_entries[0].startswith(name)
 
 
-def test_unreadable_entries_and_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_entries_and_sockets(tmp_path, monkeypatch):
     """Without root's rights, that is."""
     corpus = tmp_path / "c"
     (corpus / "closed").mkdir(parents=True)
@@ -172,9 +170,7 @@ def test_unreadable_entries_and_sockets(tmp_path: Path, monkeypatch: pytest.Monk
     assert texts_of(tmp_path / "out") == ["a.txt"] and made.sources[0].left_out == 3
 
 
-def test_a_file_system_that_does_not_answer_is_not_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_that_does_not_answer_is_not_skipped(tmp_path, monkeypatch):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "a.txt").write_text("a")
 
@@ -189,7 +185,7 @@ def test_a_file_system_that_does_not_answer_is_not_skipped(
 
 @pytest.mark.parametrize("name", ["part-00000", "A.JSONL", "x.json", "x.log", "x", "x.jsonl.1"])
 @pytest.mark.parametrize("packing", ["", "gz", "xz"])
-def test_json_lines_by_any_name(tmp_path: Path, name: str, packing: str) -> None:
+def test_json_lines_by_any_name(tmp_path, name, packing):
     path = tmp_path / "c" / name
     path.parent.mkdir()
     path.write_bytes(PACK[packing](lines(["one", "two"])) if packing else lines(["one", "two"]))
@@ -203,7 +199,7 @@ def test_json_lines_by_any_name(tmp_path: Path, name: str, packing: str) -> None
     ["\ufeff", "\n \n", '{"id": 1, "text": "' + "long " * 20_000 + '"}\n', "// a comment\n{}\n"],
     ids=["bom", "blank lines", "a line longer than the head", "a comment"],
 )
-def test_json_lines_are_recognised_behind_anything(tmp_path: Path, head: str) -> None:
+def test_json_lines_are_recognised_behind_anything(tmp_path, head):
     (tmp_path / "part-0").write_bytes(head.encode() + lines(["one", "two", "three"]))
     if head.startswith("//"):
         with pytest.raises(DataError, match="line 1: not JSON"):
@@ -227,13 +223,13 @@ def test_json_lines_are_recognised_behind_anything(tmp_path: Path, head: str) ->
         "漢" * 40_000,
     ],
 )
-def test_text_is_text_by_any_name(tmp_path: Path, text: str) -> None:
+def test_text_is_text_by_any_name(tmp_path, text):
     (tmp_path / "LICENSE").write_text(text, encoding="utf-8")
     make(tmp_path / "out", tmp_path / "LICENSE")
     assert texts_of(tmp_path / "out") == [text]
 
 
-def test_format_text_keeps_records_and_tables(tmp_path: Path) -> None:
+def test_format_text_keeps_records_and_tables(tmp_path):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "a.jsonl").write_text('{"text": "x"}')
     (tmp_path / "c" / "b.csv").write_text("id,text")
@@ -243,7 +239,7 @@ def test_format_text_keeps_records_and_tables(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packing", PACK)
 @pytest.mark.parametrize("name", ["a.jsonl", "A.JSONL.{}", "part-0.{}", "a.gz", "part-00000"])
-def test_compression_by_content(tmp_path: Path, packing: str, name: str) -> None:
+def test_compression_by_content(tmp_path, packing, name):
     """Frames one behind the other, and padding where the format has it."""
     texts = [f"text {i}" for i in range(9)]
     data = b"".join(PACK[packing](lines(part)) for part in (texts[:4], texts[4:]))
@@ -255,7 +251,7 @@ def test_compression_by_content(tmp_path: Path, packing: str, name: str) -> None
 
 @pytest.mark.parametrize("packing", PACK)
 @pytest.mark.parametrize("damage", ["cut", "cut early", "second cut", "flipped", "garbage"])
-def test_damage_is_never_a_shorter_corpus(tmp_path: Path, packing: str, damage: str) -> None:
+def test_damage_is_never_a_shorter_corpus(tmp_path, packing, damage):
     whole = PACK[packing](lines([os.urandom(20).hex() for _ in range(5000)]))
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 0xFF
@@ -279,7 +275,7 @@ def test_damage_is_never_a_shorter_corpus(tmp_path: Path, packing: str, damage: 
 
 
 @pytest.mark.parametrize("packing", ["xz", "bz2"])
-def test_what_decompresses_a_thousandfold_is_read_in_pieces(tmp_path: Path, packing: str) -> None:
+def test_what_decompresses_a_thousandfold_is_read_in_pieces(tmp_path, packing):
     from megatron_patch.data import compression
 
     (tmp_path / "a").write_bytes(PACK[packing](bytes(1 << 25)))
@@ -289,15 +285,13 @@ def test_what_decompresses_a_thousandfold_is_read_in_pieces(tmp_path: Path, pack
 
 
 @pytest.mark.parametrize("claim", [".gz", ".ZST", ".xz", ".bz2", ".parquet"])
-def test_a_name_that_promises_what_is_not_there(tmp_path: Path, claim: str) -> None:
+def test_a_name_that_promises_what_is_not_there(tmp_path, claim):
     (tmp_path / f"a.jsonl{claim}").write_bytes(lines(["text"]))
     text = refusal(tmp_path, tmp_path / f"a.jsonl{claim}", skip_unknown=True)
     assert "its name says" in text and "does not begin like it" in text
 
 
-def test_differences_of_name_and_content_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_differences_of_name_and_content_are_told(tmp_path, capsys):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "a.jsonl").write_bytes(lzma.compress(lines(["one"])))
     (tmp_path / "c" / "part-0").write_bytes(lines(["two"]))
@@ -309,7 +303,7 @@ def test_differences_of_name_and_content_are_told(
     assert "part-0: its lines are JSON records" in seen and "t.txt" not in seen
 
 
-def test_many_inputs_make_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_inputs_make_few_lines(tmp_path, capsys):
     """As a shell names them: the files of a pattern one by one."""
     files = [tmp_path / f"{i:03d}" for i in range(60)]
     for i, path in enumerate(files):
@@ -341,21 +335,21 @@ class TestReachedTwice:
             ("a/deep/self", ".", "a/deep/self: the same as a/deep, read once"),
         ],
     )
-    def test_links(self, tmp_path: Path, link: str, target: str, told: str) -> None:
+    def test_links(self, tmp_path, link, target, told):
         corpus = self.tree(tmp_path)
         (corpus / link).symlink_to(target)
         made = make(tmp_path / "out", corpus)
         assert texts_of(tmp_path / "out") == ["two", "one"]
         assert made.sources[0].left_out_entries == [told]
 
-    def test_hard_links(self, tmp_path: Path) -> None:
+    def test_hard_links(self, tmp_path):
         corpus = self.tree(tmp_path)
         os.link(corpus / "a" / "one.txt", corpus / "b.txt")
         made = make(tmp_path / "out", corpus)
         assert texts_of(tmp_path / "out") == ["two", "one"]
         assert made.sources[0].left_out_entries == ["b.txt: the same as a/one.txt, read once"]
 
-    def test_an_input_that_adds_nothing_is_refused(self, tmp_path: Path) -> None:
+    def test_an_input_that_adds_nothing_is_refused(self, tmp_path):
         corpus = self.tree(tmp_path)
         for second in (corpus, corpus / "a", corpus / "a" / "one.txt", corpus / "*" / "*.txt"):
             text = refusal(tmp_path, corpus, second)
@@ -364,7 +358,7 @@ class TestReachedTwice:
         assert texts_of(tmp_path / "out") == ["two", "one"]
         assert [(s.files, s.left_out) for s in made.sources] == [(1, 0), (1, 1)]
 
-    def test_globs(self, tmp_path: Path) -> None:
+    def test_globs(self, tmp_path):
         """A glob takes folders as the shell would, and ** names each file once."""
         corpus = self.tree(tmp_path)
         for number, pattern in enumerate(("*", "**", "**/*.txt")):
@@ -383,7 +377,7 @@ class TestReachedTwice:
         assert "nowhere.txt: a link to nothing" in refusal(tmp_path, corpus / "*.txt")
 
 
-def test_a_directory_named_like_a_file_is_walked(tmp_path: Path) -> None:
+def test_a_directory_named_like_a_file_is_walked(tmp_path):
     (tmp_path / "out.jsonl").mkdir()
     (tmp_path / "out.jsonl" / "part-00000").write_bytes(lines(["one"]))
     (tmp_path / "out.jsonl" / ".part-00000.crc").write_bytes(b"crc\0\0\0\2\0\x12")
@@ -396,7 +390,7 @@ def test_a_directory_named_like_a_file_is_walked(tmp_path: Path) -> None:
     ]
 
 
-def test_what_the_command_writes_is_no_input(tmp_path: Path) -> None:
+def test_what_the_command_writes_is_no_input(tmp_path):
     """Its output and its tokenizer may lie among the inputs, and the second run sees the same."""
     (tmp_path / "a.txt").write_text("some text " * 50)
     changes = {
@@ -413,7 +407,7 @@ def test_what_the_command_writes_is_no_input(tmp_path: Path) -> None:
             Path(f"{tmp_path}/out{ending}").unlink()
 
 
-def test_named_unknown_files_and_nothing_left(tmp_path: Path) -> None:
+def test_named_unknown_files_and_nothing_left(tmp_path):
     """What a shell's `*` names one by one is left out like what a directory holds."""
     (tmp_path / "_SUCCESS").touch()
     (tmp_path / "a.pdf").write_bytes(b"%PDF-")
@@ -437,9 +431,7 @@ def test_named_unknown_files_and_nothing_left(tmp_path: Path) -> None:
         ("a.zip", b"PK\3\4" + bytes(60), "a zip archive"),
     ],
 )
-def test_token_files_are_looked_into_too(
-    tmp_path: Path, name: str, data: bytes, reason: str
-) -> None:
+def test_token_files_are_looked_into_too(tmp_path, name, data, reason):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / name).write_bytes(data)
     ids = np.array([35_615, 8, 0], dtype="<u2")  # begins like a gzip file and is none
@@ -450,7 +442,7 @@ def test_token_files_are_looked_into_too(
     assert np.fromfile(tmp_path / "out.bin", dtype="<u2").tolist() == ids.tolist()
 
 
-def test_a_tokenizer_is_trained_on_decompressed_text(tmp_path: Path) -> None:
+def test_a_tokenizer_is_trained_on_decompressed_text(tmp_path):
     text = "\n".join(documents(200, seed=1))
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     (tmp_path / "b.txt.xz").write_bytes(lzma.compress(text.encode()))
@@ -460,9 +452,7 @@ def test_a_tokenizer_is_trained_on_decompressed_text(tmp_path: Path) -> None:
     assert (tmp_path / "a.txt.json").read_bytes() == (tmp_path / "b.txt.xz.json").read_bytes()
 
 
-def test_pyarrow_is_asked_for_only_where_it_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pyarrow_is_asked_for_only_where_it_is_needed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.txt").write_text("one")
     make(tmp_path / "out", tmp_path / "a.txt")

@@ -42,9 +42,7 @@ def rows_of_step(loaders_of_ranks: list, step: int) -> torch.Tensor:
     step=st.integers(0, 60),
     seed=st.integers(0, 3),
 )
-def test_the_global_batch_does_not_depend_on_the_ranks(
-    corpora: list[Path], size: int, micro: int, step: int, seed: int
-) -> None:
+def test_the_global_batch_does_not_depend_on_the_ranks(corpora, size, micro, step, seed):
     if 12 % (size * micro):
         return
     one = build_loaders(run_config(*corpora, seed=seed), layout())
@@ -55,9 +53,7 @@ def test_the_global_batch_does_not_depend_on_the_ranks(
 
 @QUICK
 @given(start=st.integers(0, 50), workers=st.sampled_from([0, 1, 3]))
-def test_resuming_at_a_step_equals_skipping_to_it(
-    corpora: list[Path], start: int, workers: int
-) -> None:
+def test_resuming_at_a_step_equals_skipping_to_it(corpora, start, workers):
     loaders = build_loaders(run_config(*corpora, micro_batch_size=2), layout(1, 2))
     skipped = islice(loaders.iterate("train"), start * loaders.micro_batches, None)
     run = run_config(*corpora, micro_batch_size=2, num_workers=workers)
@@ -68,14 +64,14 @@ def test_resuming_at_a_step_equals_skipping_to_it(
     resumed.close()
 
 
-def test_the_order_does_not_depend_on_the_length_of_the_run(corpora: list[Path]) -> None:
+def test_the_order_does_not_depend_on_the_length_of_the_run(corpora):
     """Megatron-Core's index depends on the number of samples: a longer run sees other data."""
     short, long = (build_loaders(run_config(*corpora, train_steps=n), layout()) for n in (3, 3000))
     for step in (0, 2):
         assert torch.equal(rows_of_step([short], step), rows_of_step([long], step))
 
 
-def test_an_epoch_is_every_token_once_and_the_next_is_shuffled_anew(corpora: list[Path]) -> None:
+def test_an_epoch_is_every_token_once_and_the_next_is_shuffled_anew(corpora):
     run = run_config(corpora[0], split=[1, 0, 0], global_batch_size=1)
     loaders = build_loaders(run, layout())
     tokens = np.fromfile(f"{corpora[0]}.bin", dtype=np.uint16)
@@ -96,7 +92,7 @@ def test_an_epoch_is_every_token_once_and_the_next_is_shuffled_anew(corpora: lis
     assert places.issuperset(epochs[0]) and places.issuperset(epochs[1])
 
 
-def test_labels_are_the_next_tokens(corpora: list[Path]) -> None:
+def test_labels_are_the_next_tokens(corpora):
     batch = next(build_loaders(run_config(*corpora), layout()).iterate("train"))
     assert {name: (t.dtype, tuple(t.shape)) for name, t in batch.items()} == {
         "tokens": (torch.int64, (1, 16)),
@@ -110,7 +106,7 @@ def test_labels_are_the_next_tokens(corpora: list[Path]) -> None:
     assert batch["loss_mask"].eq(1).all()
 
 
-def test_weights_decide_the_share_of_each_dataset(corpora: list[Path], tmp_path: Path) -> None:
+def test_weights_decide_the_share_of_each_dataset(corpora, tmp_path):
     """Marked datasets: every token of a sample says which dataset it is from."""
     paths = []
     for number in range(3):
@@ -138,9 +134,7 @@ def test_weights_decide_the_share_of_each_dataset(corpora: list[Path], tmp_path:
 
 @QUICK
 @given(a=st.integers(1, 97), b=st.integers(0, 98))
-def test_splits_divide_whole_documents_and_cover_everything(
-    corpora: list[Path], a: int, b: int
-) -> None:
+def test_splits_divide_whole_documents_and_cover_everything(corpora, a, b):
     b = min(b, 99 - a)
     split = [a / 100, b / 100, (100 - a - b) / 100]
     loaders = build_loaders(run_config(corpora[0], split=split, seq_length=4), layout())
@@ -156,9 +150,7 @@ def test_splits_divide_whole_documents_and_cover_everything(
     assert abs(parts[0].ring.tokens - split[0] * len(tokens)) <= longest
 
 
-def test_evaluation_sees_the_same_sequences_every_time_and_with_every_seed(
-    corpora: list[Path],
-) -> None:
+def test_evaluation_sees_the_same_sequences_every_time_and_with_every_seed(corpora):
     passes = []
     for seed in (1, 1, 2):
         loaders = build_loaders(run_config(*corpora, seed=seed), layout())
@@ -170,7 +162,7 @@ def test_evaluation_sees_the_same_sequences_every_time_and_with_every_seed(
     assert not torch.equal(rows_of_step([train], 0), rows_of_step([other], 0))
 
 
-def test_splits_of_their_own(corpora: list[Path]) -> None:
+def test_splits_of_their_own(corpora):
     first, second = (DatasetConfig(path=str(path)) for path in corpora)
     run = run_config(blend=[], train=[first], valid=[second])
     loaders = build_loaders(run, layout())
@@ -182,7 +174,7 @@ def test_splits_of_their_own(corpora: list[Path]) -> None:
     assert said[-1].startswith("data.split [0.8, 0.1, 0.1]: not used")
 
 
-def test_what_is_held_out_is_said_to_be_read_by_nothing(corpora: list[Path]) -> None:
+def test_what_is_held_out_is_said_to_be_read_by_nothing(corpora):
     said = build_loaders(run_config(*corpora), layout()).describe()
     assert [line for line in said if line.endswith("held out: no run reads it")] == [
         line for line in said if line.startswith("data test")
@@ -200,7 +192,7 @@ def naive(tokens: list[int], eod: int) -> tuple[list[int], list[float]]:
     return positions, mask
 
 
-def test_positions_restart_and_ends_carry_no_loss(corpora: list[Path]) -> None:
+def test_positions_restart_and_ends_carry_no_loss(corpora):
     run = run_config(
         *corpora, eod_mask_loss=True, reset_position_ids=True, seq_length=96, micro_batch_size=4
     )
@@ -216,7 +208,7 @@ def test_positions_restart_and_ends_carry_no_loss(corpora: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_context_parallel_ranks_hold_the_parts_of_one_batch(corpora: list[Path], size: int) -> None:
+def test_context_parallel_ranks_hold_the_parts_of_one_batch(corpora, size):
     """Same samples in the same order; masks and positions are those of the whole sequence."""
     run = run_config(
         *corpora, eod_mask_loss=True, reset_position_ids=True, seq_length=96, micro_batch_size=2
@@ -234,7 +226,7 @@ def test_context_parallel_ranks_hold_the_parts_of_one_batch(corpora: list[Path],
     assert uneven  # what a mean per rank would get wrong
 
 
-def test_a_split_shorter_than_a_sequence_is_refused_when_it_is_needed(corpora: list[Path]) -> None:
+def test_a_split_shorter_than_a_sequence_is_refused_when_it_is_needed(corpora):
     with pytest.raises(DataError, match=r"its train part has [\d,]+ tokens, one sequence takes"):
         build_loaders(run_config(*corpora, seq_length=100_000), layout())
     tiny = run_config(*corpora, seq_length=2000, eval_interval=None)
@@ -244,9 +236,7 @@ def test_a_split_shorter_than_a_sequence_is_refused_when_it_is_needed(corpora: l
         build_loaders(run_config(*corpora, seq_length=2000, eval_interval=5), layout())
 
 
-def test_a_file_cut_while_it_is_used_is_an_error_with_its_name(
-    corpora: list[Path], tmp_path: Path
-) -> None:
+def test_a_file_cut_while_it_is_used_is_an_error_with_its_name(corpora, tmp_path):
     """A memory map would end in SIGBUS here."""
     for ending in (".bin", ".idx", ".manifest.json"):
         (tmp_path / f"c{ending}").write_bytes(Path(f"{corpora[0]}{ending}").read_bytes())
@@ -260,7 +250,7 @@ def test_a_file_cut_while_it_is_used_is_an_error_with_its_name(
             next(batches)
 
 
-def test_the_fingerprint_names_everything_the_order_depends_on(corpora: list[Path]) -> None:
+def test_the_fingerprint_names_everything_the_order_depends_on(corpora):
     def fingerprint(*paths: Path, rank: int = 0, size: int = 1, **changes: object) -> str:
         return build_loaders(run_config(*paths, **changes), layout(rank, size)).fingerprint
 
@@ -276,9 +266,7 @@ def test_the_fingerprint_names_everything_the_order_depends_on(corpora: list[Pat
     assert len(json.dumps(base)) == 66
 
 
-def test_an_identity_is_that_of_the_sequences_not_of_names_and_texts(
-    corpora: list[Path], tmp_path: Path
-) -> None:
+def test_an_identity_is_that_of_the_sequences_not_of_names_and_texts(corpora, tmp_path):
     def identities(*datasets: Path | DatasetConfig, **changes: object) -> dict[str, str]:
         return build_loaders(run_config(*datasets, **changes), layout()).identities
 
@@ -307,24 +295,24 @@ def test_an_identity_is_that_of_the_sequences_not_of_names_and_texts(
     assert cut["train"] == one["train"] and cut["valid"] != one["valid"] and "test" not in cut
 
 
-def test_the_log_says_when_the_corpus_is_shorter_than_the_run(corpora: list[Path]) -> None:
+def test_the_log_says_when_the_corpus_is_shorter_than_the_run(corpora):
     brief = build_loaders(run_config(corpora[0], train_steps=1), layout()).describe()
     assert not any("shorter than the run" in line for line in brief)
     long = build_loaders(run_config(corpora[0], train_steps=5000), layout()).describe()
     assert any("shorter than the run" in line and "epochs" in line for line in long)
 
 
-def test_a_global_batch_that_does_not_divide_is_refused(corpora: list[Path]) -> None:
+def test_a_global_batch_that_does_not_divide_is_refused(corpora):
     with pytest.raises(DataError, match="global_batch_size 12 is not a multiple of"):
         build_loaders(run_config(*corpora), layout(0, 5))
 
 
-def test_first_and_last_stage_need_data() -> None:
+def test_first_and_last_stage_need_data():
     assert [needs_data(stage, 4) for stage in range(4)] == [True, False, False, True]
     assert needs_data(0, 1)
 
 
-def test_reading_leaves_the_global_random_streams_alone(corpora: list[Path]) -> None:
+def test_reading_leaves_the_global_random_streams_alone(corpora):
     """torch's DataLoader draws from the default generator when an iterator starts."""
     before = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
     batches = build_loaders(run_config(*corpora, num_workers=2), layout()).iterate("train")
@@ -335,7 +323,7 @@ def test_reading_leaves_the_global_random_streams_alone(corpora: list[Path]) -> 
 
 
 @pytest.mark.gpu
-def test_batches_are_pinned_for_a_gpu(corpora: list[Path]) -> None:
+def test_batches_are_pinned_for_a_gpu(corpora):
     """From reader threads and from the training thread alike, with the same content."""
     for workers in (0, 2):
         run = run_config(*corpora, device="cuda", num_workers=workers)
@@ -348,9 +336,7 @@ def test_batches_are_pinned_for_a_gpu(corpora: list[Path]) -> None:
         pinned.close()
 
 
-def test_a_growing_batch_takes_every_sample_once_on_any_number_of_ranks(
-    corpora: list[Path],
-) -> None:
+def test_a_growing_batch_takes_every_sample_once_on_any_number_of_ranks(corpora):
     from dataclasses import replace
 
     from megatron_patch.schema.training import batch_sizes

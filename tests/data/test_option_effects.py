@@ -48,7 +48,7 @@ REPLACED = {
 
 @pytest.mark.parametrize("where", INVALID)
 @pytest.mark.parametrize("name", ["a.jsonl", "part-00000"])
-def test_invalid_text_works_record_by_record(tmp_path: Path, where: str, name: str) -> None:
+def test_invalid_text_works_record_by_record(tmp_path, where, name):
     path = tmp_path / name
     path.write_bytes(lines(["before"]) + INVALID[where] + b"\n" + lines(["after"]))
     with pytest.raises(DataError, match=r"line 2: (not UTF-8|half a surr).*--invalid-text skip"):
@@ -73,16 +73,14 @@ def test_invalid_text_works_record_by_record(tmp_path: Path, where: str, name: s
     ],
 )
 @pytest.mark.parametrize("mode", ["error", "skip", "replace"])
-def test_what_is_wrong_otherwise_stops_without_that_hint(
-    tmp_path: Path, line: bytes, reason: str, mode: str
-) -> None:
+def test_what_is_wrong_otherwise_stops_without_that_hint(tmp_path, line, reason, mode):
     (tmp_path / "a.jsonl").write_bytes(lines(["one"]) + line + b"\n")
     with pytest.raises(DataError, match=reason) as caught:
         make(tmp_path / "out", tmp_path / "a.jsonl", invalid_text=mode)
     assert "--invalid-text" not in str(caught.value)
 
 
-def test_escaped_nul_and_marks_are_text(tmp_path: Path) -> None:
+def test_escaped_nul_and_marks_are_text(tmp_path):
     data = b"\xef\xbb\xbf" + lines(["a\0b"]) + b"\xef\xbb\xbf" + lines(["\ufeffc"])
     (tmp_path / "a.jsonl").write_bytes(data)
     make(tmp_path / "out", tmp_path / "a.jsonl")
@@ -91,9 +89,7 @@ def test_escaped_nul_and_marks_are_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "b.jsonl.gz"])
-def test_other_encodings_are_converted_not_replaced(
-    tmp_path: Path, encoding: str, name: str
-) -> None:
+def test_other_encodings_are_converted_not_replaced(tmp_path, encoding, name):
     data = lines(["some text"]).decode().encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     with pytest.raises(DataError, match=rf"{name}: not UTF-8 text but UTF-\d+.*iconv") as caught:
@@ -195,9 +191,7 @@ def outcome(tmp_path: Path, values: dict) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_option_on_every_kind_of_input(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_option_on_every_kind_of_input(tmp_path, kind, monkeypatch):
     basis = one_input(tmp_path, kind, monkeypatch)
     cases = [({name: value}, answers) for name, value, answers in EFFECTS]
     for changes, answers in [*cases, *TOGETHER]:
@@ -216,7 +210,7 @@ def test_every_option_on_every_kind_of_input(
             left.unlink(missing_ok=True)
 
 
-def test_the_table_names_every_option() -> None:
+def test_the_table_names_every_option():
     assert {name for name, _, _ in EFFECTS} == {item.name for item in fields(PrepareOptions)}
 
 
@@ -231,9 +225,7 @@ def test_the_table_names_every_option() -> None:
         ("tokens", {"tokenizer": "none", "vocab_size": 300, "eod_id": 7}),
     ],
 )
-def test_what_is_accepted_changes_the_documents(
-    tmp_path: Path, kind: str, changes: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_accepted_changes_the_documents(tmp_path, kind, changes, monkeypatch):
     basis = one_input(tmp_path, kind, monkeypatch)
     assert outcome(tmp_path, basis | {"out": "{tmp}/plain"}) == ""
     assert outcome(tmp_path, basis | changes) == ""
@@ -241,7 +233,7 @@ def test_what_is_accepted_changes_the_documents(
     assert plain != changed
 
 
-def test_mixed_inputs_take_the_options_of_each(tmp_path: Path) -> None:
+def test_mixed_inputs_take_the_options_of_each(tmp_path):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "a.txt").write_text("one--two")
     (tmp_path / "c" / "b.jsonl").write_text('{"body": "three--four"}')
@@ -249,9 +241,7 @@ def test_mixed_inputs_take_the_options_of_each(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "out") == ["one", "two", "three--four"]
 
 
-def test_what_cannot_be_known_before_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_known_before_is_told(tmp_path, capsys):
     """A separator that is nowhere, --restart of nothing, a tokenizer that is there already."""
     (tmp_path / "a.txt").write_text(" ".join(f"one\n\ntwo {i}" for i in range(99)))
     changes = {"tokenizer": "huggingface", "tokenizer_path": str(tmp_path / "t"), "train_bpe": 259}
@@ -266,7 +256,7 @@ def test_what_cannot_be_known_before_is_told(
         assert ("is there already and used as it is" in seen) == (name == "b")
 
 
-def test_all_contradictions_are_told_at_once(tmp_path: Path) -> None:
+def test_all_contradictions_are_told_at_once(tmp_path):
     with pytest.raises(DataError) as caught:
         make(tmp_path / "out", tmp_path / "a", workers=0, batch_bytes=0, vocab_size=3,
                         format="uint16", invalid_text="skip", document_separator="x")  # fmt: skip
@@ -285,12 +275,12 @@ A = DatasetConfig(path="a")
         ({"eod_mask_loss": True}, None),
     ],
 )
-def test_keys_of_the_configuration(changes: dict, path: str | None) -> None:
+def test_keys_of_the_configuration(changes, path):
     found = [p.path for p in checks.problems(run_config(A, **changes), ["data"])]
     assert found == ([path] if path else [])
 
 
-def test_preflight_of_one_node_expects_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_preflight_of_one_node_expects_no_other(capsys):
     with pytest.raises(SystemExit) as caught:
         app.run(["preflight", "--config", "x.yaml", "--out", "o", "--node", "--expect", "n1"])
     assert caught.value.code == 2 and "--expect: --node only measures" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """The sample order: permutations, rings and blends as pure functions."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import pairwise
 
@@ -14,12 +12,12 @@ WEIGHTS = st.lists(st.floats(0.001, 1000), min_size=1, max_size=7)
 
 
 @given(n=st.integers(1, 700), key=st.integers(0, 2**64 - 1))
-def test_a_permutation_visits_everything_once(n: int, key: int) -> None:
+def test_a_permutation_visits_everything_once(n, key):
     order = Permutation(n, key)
     assert sorted(order[i] for i in range(n)) == list(range(n))
 
 
-def test_permutations_look_random() -> None:
+def test_permutations_look_random():
     """No fixed stride, no memory of the index, and keys give unrelated orders."""
     n = 4096
     a, b = ([Permutation(n, key)[i] for i in range(n)] for key in (1, 2))
@@ -33,7 +31,7 @@ def test_permutations_look_random() -> None:
         assert abs(covariance / variance) < 0.06
 
 
-def test_the_order_is_the_same_on_every_machine_and_version() -> None:
+def test_the_order_is_the_same_on_every_machine_and_version():
     """Known values: a change of them changes the data of every resumed run."""
     assert derive(1, "a") == 9221374186959825746
     order = Permutation(1000, derive("known"))
@@ -45,7 +43,7 @@ def test_the_order_is_the_same_on_every_machine_and_version() -> None:
 
 
 @given(tokens=st.integers(3, 600), length=st.integers(1, 40), key=st.integers(0, 1000))
-def test_an_epoch_covers_the_ring_with_disjoint_windows(tokens: int, length: int, key: int) -> None:
+def test_an_epoch_covers_the_ring_with_disjoint_windows(tokens, length, key):
     if tokens <= length:
         return
     ring = Ring(tokens, length, key)
@@ -59,7 +57,7 @@ def test_an_epoch_covers_the_ring_with_disjoint_windows(tokens: int, length: int
         assert len(seen) == len(set(seen)) == tokens // length * length
 
 
-def test_epochs_differ_in_order_and_in_windows() -> None:
+def test_epochs_differ_in_order_and_in_windows():
     ring = Ring(10_000, 64, 7)
     epochs = [[ring.start(e * ring.windows + i) for i in range(ring.windows)] for e in range(4)]
     assert len({start % 64 for epoch in epochs for start in epoch[:1]}) > 1
@@ -67,7 +65,7 @@ def test_epochs_differ_in_order_and_in_windows() -> None:
 
 
 @given(weights=WEIGHTS, start=st.integers(0, 10**12))
-def test_a_blend_deals_every_prefix_in_proportion(weights: list[float], start: int) -> None:
+def test_a_blend_deals_every_prefix_in_proportion(weights, start):
     blend = Blend(weights)
     total = sum(Fraction(repr(w)) for w in weights)
     before = blend.counts(start)

@@ -43,7 +43,7 @@ def write(path: Path, values: Any, kind: Any = None, *, name: str = "text", **ho
         (pa.string(), {"store_schema": False, "use_byte_stream_split": False}),
     ],
 )
-def test_the_same_documents_as_json_lines(tmp_path: Path, kind: Any, how: dict) -> None:
+def test_the_same_documents_as_json_lines(tmp_path, kind, how):
     path = write(tmp_path / "c" / "part-0.parquet", pa.array(TEXTS).cast(kind), **how)
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS))
     made = make(tmp_path / "p", path.parent)
@@ -53,26 +53,26 @@ def test_the_same_documents_as_json_lines(tmp_path: Path, kind: Any, how: dict) 
 
 
 @pytest.mark.parametrize("name", ["part-00000", "a.snappy", "A.PARQUET", "b.txt"])
-def test_by_any_name(tmp_path: Path, name: str) -> None:
+def test_by_any_name(tmp_path, name):
     make(tmp_path / "out", write(tmp_path / name, TEXTS))
     assert texts_of(tmp_path / "out") == TEXTS
 
 
 @pytest.mark.parametrize("name", ["body", "a.b", "text.text", "тело", "with space"])
-def test_the_column_has_a_name(tmp_path: Path, name: str) -> None:
+def test_the_column_has_a_name(tmp_path, name):
     path = write(tmp_path / "a.parquet", TEXTS, name=name)
     make(tmp_path / "out", path, json_key=name)
     assert texts_of(tmp_path / "out") == TEXTS
 
 
 @pytest.mark.parametrize("values", [["a", None, "b", "", " ", None], [None] * 3 + ["a", "b"]])
-def test_nulls_are_empty_documents(tmp_path: Path, values: list) -> None:
+def test_nulls_are_empty_documents(tmp_path, values):
     made = make(tmp_path / "out", write(tmp_path / "a.parquet", values))
     assert texts_of(tmp_path / "out") == ["a", "b"]
     assert made.sources[0].skipped == len(values) - 2 and made.sources[0].invalid == 0
 
 
-def test_a_column_of_nulls_and_a_table_without_rows(tmp_path: Path) -> None:
+def test_a_column_of_nulls_and_a_table_without_rows(tmp_path):
     write(tmp_path / "c" / "a.parquet", [None, None], pa.null())
     write(tmp_path / "c" / "b.parquet", [])
     write(tmp_path / "c" / "c.parquet", ["one"])
@@ -93,7 +93,7 @@ def test_a_column_of_nulls_and_a_table_without_rows(tmp_path: Path) -> None:
         ([True], pa.bool_(), "is bool"),
     ],
 )
-def test_columns_that_are_no_text(tmp_path: Path, values: Any, kind: Any, reason: str) -> None:
+def test_columns_that_are_no_text(tmp_path, values, kind, reason):
     path = write(tmp_path / "a.parquet", values, kind)
     for skip in (False, True):
         with pytest.raises(DataError) as caught:
@@ -102,7 +102,7 @@ def test_columns_that_are_no_text(tmp_path: Path, values: Any, kind: Any, reason
     assert list(tmp_path.iterdir()) == [path], "refused before any work"
 
 
-def test_missing_and_doubled_columns(tmp_path: Path) -> None:
+def test_missing_and_doubled_columns(tmp_path):
     path = write(tmp_path / "a.parquet", TEXTS, name="content")
     with pytest.raises(DataError, match=r"no column is named 'text'.*it has content, id"):
         make(tmp_path / "out", path)
@@ -116,7 +116,7 @@ def test_missing_and_doubled_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["footer", "end", "half", "magic", "pages"])
-def test_damage(tmp_path: Path, where: str) -> None:
+def test_damage(tmp_path, where):
     path = write(
         tmp_path / "a.parquet", [f"text {i}" for i in range(5000)], compression="snappy",
         use_dictionary=False, write_page_checksum=True,
@@ -139,7 +139,7 @@ def test_damage(tmp_path: Path, where: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["error", "skip", "replace"])
-def test_what_is_not_utf8_in_a_string_column(tmp_path: Path, mode: str) -> None:
+def test_what_is_not_utf8_in_a_string_column(tmp_path, mode):
     """Writers do not check; the file says string and holds Latin-1."""
     raw = pa.array([b"good", b"caf\xe9", b"end"], pa.binary())
     column = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
@@ -154,7 +154,7 @@ def test_what_is_not_utf8_in_a_string_column(tmp_path: Path, mode: str) -> None:
     assert (source.invalid, source.replaced) == ((1, 0) if mode == "skip" else (0, 1))
 
 
-def test_memory_is_bounded_by_batches_not_by_row_groups(tmp_path: Path) -> None:
+def test_memory_is_bounded_by_batches_not_by_row_groups(tmp_path):
     path = write(
         tmp_path / "a.parquet", [f"{i:06d}" * 1000 for i in range(8000)], use_dictionary=False,
         compression="none",
@@ -168,7 +168,7 @@ def test_memory_is_bounded_by_batches_not_by_row_groups(tmp_path: Path) -> None:
     assert number == 7999 and most < 20_000_000
 
 
-def test_row_groups_and_workers_change_nothing(tmp_path: Path) -> None:
+def test_row_groups_and_workers_change_nothing(tmp_path):
     """Batches are cut by the size of the documents."""
     texts = documents(100, seed=3)
     for name, group in (("a", 7), ("b", 100)):

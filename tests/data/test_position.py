@@ -64,7 +64,7 @@ LEGS = st.lists(
 
 
 @given(LEGS)
-def test_a_chain_of_runs_reads_every_window_once_an_epoch(legs: list[Leg]) -> None:
+def test_a_chain_of_runs_reads_every_window_once_an_epoch(legs):
     """Whatever batch sizes, blends, seeds and resumes in between."""
     seen: dict[tuple, list[int]] = defaultdict(list)
     keys: dict[tuple, set[int]] = defaultdict(set)
@@ -113,7 +113,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_dataset_goes_on_after_what_it_gave(case: str) -> None:
+def test_every_dataset_goes_on_after_what_it_gave(case):
     before, size, after, new_size, expected = CASES[case]
     parent = order(*before, batch_size=size)
     child = order(*after, batch_size=new_size).continued(parent.at(5), 5)
@@ -127,7 +127,7 @@ def test_every_dataset_goes_on_after_what_it_gave(case: str) -> None:
     assert left == {name: n for name, n in kept.items() if name not in expected}
 
 
-def test_where_nothing_changed_it_is_the_same_order() -> None:
+def test_where_nothing_changed_it_is_the_same_order():
     """To the sample: the run on another layout is compared with this one's own continuation."""
     parent = order(*HALVES)
     child = order(("A", 2), ("B", 2)).continued(parent.at(7), 7)
@@ -138,7 +138,7 @@ def test_where_nothing_changed_it_is_the_same_order() -> None:
     assert other.inherited != parent.inherited
 
 
-def test_batches_that_a_rewind_left_out_stay_out_and_count_once() -> None:
+def test_batches_that_a_rewind_left_out_stay_out_and_count_once():
     skips = Skips().add(2, 2)
     parent = order(*A1)
     batches = [skips.batch(step) for step in range(1, 6)]
@@ -152,7 +152,7 @@ def test_batches_that_a_rewind_left_out_stay_out_and_count_once() -> None:
     assert again == list(range(68, 76)), "batch 9, windows 64 to 67, is left out"
 
 
-def test_what_cannot_go_on_is_told() -> None:
+def test_what_cannot_go_on_is_told():
     position = order(*HALVES, ("C", 1.0), batch_size=8).at(10)
     longer = source("A", 1, length=20)
     wider = source("B", 2, tokens=90)
@@ -178,7 +178,7 @@ def test_what_cannot_go_on_is_told() -> None:
     assert back.starts == (20, 20, 40), "a dataset that comes back goes on"
 
 
-def test_a_dataset_named_twice_is_read_in_two_orders() -> None:
+def test_a_dataset_named_twice_is_read_in_two_orders():
     twice = order(("A", 1.0), ("A", 1.0))
     child = twice.continued(order(("B", 1.0), ("A", 1.0)).at(3), 3)
     assert child.starts == (12, 0) and len({s.key for s in child.sources}) == 2
@@ -198,7 +198,7 @@ def test_a_dataset_named_twice_is_read_in_two_orders() -> None:
         {"more": 1},
     ],
 )
-def test_a_record_that_is_none_is_refused(change: dict) -> None:
+def test_a_record_that_is_none_is_refused(change):
     values = order(*HALVES).at(3).as_dict()
     assert Position.from_dict(values) == order(*HALVES).at(3)
     with pytest.raises(ValueError, match="not a position in the data"):
@@ -218,9 +218,7 @@ def windows(loaders: list, first: int, batches: int) -> list[tuple[str, int]]:
     ]
 
 
-def test_token_files_are_known_by_content_and_ranks_agree(
-    corpora: list[Path], tmp_path: Path
-) -> None:
+def test_token_files_are_known_by_content_and_ranks_agree(corpora, tmp_path):
     """Moved, renamed, at another place of the blend, over two ranks, resumed."""
     a, b = corpora
     parent = build_loaders(run_config(a, global_batch_size=8), layout())
@@ -257,7 +255,7 @@ def test_token_files_are_known_by_content_and_ranks_agree(
     resumed.resume(None)  # of an earlier version: nothing to take over
 
 
-def test_the_same_blend_keeps_the_fingerprint(corpora: list[Path]) -> None:
+def test_the_same_blend_keeps_the_fingerprint(corpora):
     parent = build_loaders(run_config(*corpora), layout())
     child = build_loaders(run_config(*corpora), layout())
     child.start_from(Position.from_dict(parent.position(3)), 3)

@@ -1,7 +1,5 @@
 """prepare-data: formats, determinism, refusals, the manifest."""
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import shutil
@@ -22,7 +20,7 @@ from megatron_patch.data.manifest import read_manifest
 from megatron_patch.data.options import PrepareOptions
 
 
-def test_every_format_gives_the_same_documents(tmp_path: Path, texts: list[str]) -> None:
+def test_every_format_gives_the_same_documents(tmp_path, texts):
     one_each = tmp_path / "dir"
     one_each.mkdir()
     for i, text in enumerate(texts):
@@ -48,7 +46,7 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, texts: list[str])
         assert check_dataset(out) == []
 
 
-def test_megatrons_reader_sees_the_documents(tmp_path: Path, texts: list[str]) -> None:
+def test_megatrons_reader_sees_the_documents(tmp_path, texts):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     (tmp_path / "a.jsonl").write_bytes(lines(texts))
@@ -59,7 +57,7 @@ def test_megatrons_reader_sees_the_documents(tmp_path: Path, texts: list[str]) -
         assert read[i].tolist() == [*text.encode(), 256]
 
 
-def test_workers_and_batch_size_do_not_change_a_byte(tmp_path: Path, texts: list[str]) -> None:
+def test_workers_and_batch_size_do_not_change_a_byte(tmp_path, texts):
     (tmp_path / "a.jsonl").write_bytes(lines(texts))
     for name, changes in (
         ("serial", {}),
@@ -72,7 +70,7 @@ def test_workers_and_batch_size_do_not_change_a_byte(tmp_path: Path, texts: list
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
-def test_token_files_are_one_stream_cut_at_the_end_id(tmp_path: Path, dtype: str) -> None:
+def test_token_files_are_one_stream_cut_at_the_end_id(tmp_path, dtype):
     rng = np.random.default_rng(3)
     stream = rng.integers(0, 20, size=5000).astype(dtype)
     cuts = [0, 1111, 1112, 3000, 5000]  # documents go on from file to file
@@ -94,7 +92,7 @@ def test_token_files_are_one_stream_cut_at_the_end_id(tmp_path: Path, dtype: str
         make(tmp_path / "x", *paths, **(common | {"vocab_size": 19}))
 
 
-def test_large_vocabularies_take_int32(tmp_path: Path) -> None:
+def test_large_vocabularies_take_int32(tmp_path):
     ids = np.array([70_000, 5, 0, 69_999, 0], dtype=np.int32)
     ids.tofile(tmp_path / "ids")
     made = make(tmp_path / "out", tmp_path / "ids", format="int32", tokenizer="none",
@@ -122,9 +120,7 @@ def test_large_vocabularies_take_int32(tmp_path: Path) -> None:
         ("a.u16", b"\x01\x00\x02", {"format": "uint16", "tokenizer": "bytes"}, "whole number"),
     ],
 )  # fmt: skip
-def test_unusable_inputs_are_refused_with_a_reason(
-    tmp_path: Path, name: str, data: bytes, changes: dict, reason: str
-) -> None:
+def test_unusable_inputs_are_refused_with_a_reason(tmp_path, name, data, changes, reason):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=reason):
         make(tmp_path / "out", tmp_path / name, **changes)
@@ -132,7 +128,7 @@ def test_unusable_inputs_are_refused_with_a_reason(
 
 
 @pytest.mark.parametrize("batch_bytes", [8, 1 << 20])
-def test_two_odd_token_files_are_not_joined_out_of_step(tmp_path: Path, batch_bytes: int) -> None:
+def test_two_odd_token_files_are_not_joined_out_of_step(tmp_path, batch_bytes):
     """Together they are an even number of bytes, and every id of the second would be wrong."""
     raw = np.arange(1, 7, dtype="<u2").tobytes()
     (tmp_path / "a.bin").write_bytes(raw[:-1])
@@ -145,13 +141,13 @@ def test_two_odd_token_files_are_not_joined_out_of_step(tmp_path: Path, batch_by
         make(tmp_path / "again", tmp_path / "*.bin", batch_bytes=batch_bytes, **common)
 
 
-def test_errors_of_workers_arrive(tmp_path: Path) -> None:
+def test_errors_of_workers_arrive(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' * 50 + b"{\n")
     with pytest.raises(DataError, match=r"a\.jsonl, line 51: not JSON"):
         make(tmp_path / "out", tmp_path / "a.jsonl", workers=2, batch_bytes=200)
 
 
-def test_missing_inputs_are_listed_together(tmp_path: Path) -> None:
+def test_missing_inputs_are_listed_together(tmp_path):
     with pytest.raises(DataError) as caught:
         make(tmp_path / "out", tmp_path / "a", tmp_path / "*.jsonl")
     assert len(caught.value.problems) == 2
@@ -159,7 +155,7 @@ def test_missing_inputs_are_listed_together(tmp_path: Path) -> None:
         make(tmp_path / "out")
 
 
-def test_invalid_text_can_be_left_out_or_replaced(tmp_path: Path) -> None:
+def test_invalid_text_can_be_left_out_or_replaced(tmp_path):
     (tmp_path / "t").mkdir()
     for name, data in (("a", b"good"), ("b", b"b\xffd"), ("c", b"\xef\xbb\xbfmark")):
         (tmp_path / "t" / f"{name}.txt").write_bytes(data)
@@ -170,7 +166,7 @@ def test_invalid_text_can_be_left_out_or_replaced(tmp_path: Path) -> None:
     assert tokens_of(tmp_path / "replace") == [b"good", "b\ufffdd".encode(), b"mark"]
 
 
-def test_separators_across_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_separators_across_reads(tmp_path, monkeypatch):
     """A separator or CRLF cut in two by a read must still be found."""
     from megatron_patch.data import sources
 
@@ -180,9 +176,7 @@ def test_separators_across_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert tokens_of(tmp_path / "out") == [b"one", b"two\n2", b"three\r"]
 
 
-def test_the_manifest_says_what_was_read_and_names_no_directory(
-    tmp_path: Path, texts: list[str]
-) -> None:
+def test_the_manifest_says_what_was_read_and_names_no_directory(tmp_path, texts):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.jsonl").write_bytes(lines(texts))
@@ -207,7 +201,7 @@ def test_the_manifest_says_what_was_read_and_names_no_directory(
     assert digest.stdout.split()[0] == made.bin.sha256
 
 
-def test_the_standard_library_is_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_standard_library_is_a_corpus(tmp_path, monkeypatch):
     """Two packages of it: training a tokenizer on all of them takes 20 seconds."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for name in ("email", "asyncio"):
@@ -230,7 +224,7 @@ def test_the_standard_library_is_a_corpus(tmp_path: Path, monkeypatch: pytest.Mo
     assert tokenizer.read_bytes() == before
 
 
-def test_the_bin_of_another_tool_is_a_token_file(tmp_path: Path, corpora: list[Path]) -> None:
+def test_the_bin_of_another_tool_is_a_token_file(tmp_path, corpora):
     for ending in (".bin", ".idx"):
         (tmp_path / f"c{ending}").write_bytes(Path(f"{corpora[0]}{ending}").read_bytes())
     assert "prepared again, as a token file" in check_dataset(tmp_path / "c")[0]
@@ -239,7 +233,7 @@ def test_the_bin_of_another_tool_is_a_token_file(tmp_path: Path, corpora: list[P
     assert (made.documents, made.bin, made.idx) == (ours.documents, ours.bin, ours.idx)
 
 
-def test_every_option_is_an_argument_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_is_an_argument_with_help(capsys):
     parser = argparse.ArgumentParser()
     prepare_data.add_parser(parser.add_subparsers())
     with pytest.raises(SystemExit):
@@ -260,9 +254,7 @@ def test_every_option_is_an_argument_with_help(capsys: pytest.CaptureFixture[str
     assert caught.value.exit_code == 2
 
 
-def test_progress_without_a_terminal_is_plain_lines(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_without_a_terminal_is_plain_lines(capsys, monkeypatch):
     from megatron_patch.data import progress
 
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
@@ -274,7 +266,7 @@ def test_progress_without_a_terminal_is_plain_lines(
     assert "\r" not in output
 
 
-def test_files_of_any_size_have_at_most_4096_pieces() -> None:
+def test_files_of_any_size_have_at_most_4096_pieces():
     for size in (0, 1, 1 << 20, (1 << 32) + 1, 10**13):
         chunk = manifests.chunk_bytes_for(size)
         assert chunk >= 1 << 20 and -(-size // chunk) <= manifests.MAX_CHUNKS

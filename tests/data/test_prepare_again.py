@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("workers", "parts"), [(1, 1), (1, 60), (2, 2), (2, 40)])
-def test_killed_and_run_again_equals_unbroken(tmp_path: Path, workers: int, parts: int) -> None:
+def test_killed_and_run_again_equals_unbroken(tmp_path, workers, parts):
     """SIGKILL in the middle of a part; the workers end too, and what is missing is made."""
     source, script, out = tmp_path / "a.jsonl", tmp_path / "run.py", tmp_path / "out"
     source.write_bytes(lines(documents(600, seed=8)))
@@ -72,7 +72,7 @@ def test_killed_and_run_again_equals_unbroken(tmp_path: Path, workers: int, part
     assert not work.exists()
 
 
-def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_parts_are_not_made_again(tmp_path, monkeypatch):
     source = tmp_path / "a.jsonl"
     source.write_bytes(lines(documents(100, seed=8)))
     interrupt_joining(monkeypatch, options(tmp_path / "out", source, batch_bytes=400))
@@ -89,7 +89,7 @@ def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch: pytest.M
     assert written == [3], "only the damaged part"
 
 
-def test_what_came_to_nothing_is_not_in_the_way(tmp_path: Path) -> None:
+def test_what_came_to_nothing_is_not_in_the_way(tmp_path):
     empty, source = tmp_path / "empty.txt", tmp_path / "text.txt"
     empty.touch()
     source.write_text("one document\n")
@@ -100,7 +100,7 @@ def test_what_came_to_nothing_is_not_in_the_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("out", ["out/", "there"])
-def test_a_directory_is_no_beginning_of_file_names(tmp_path: Path, out: str) -> None:
+def test_a_directory_is_no_beginning_of_file_names(tmp_path, out):
     (tmp_path / "text.txt").write_text("one document\n")
     (tmp_path / "there").mkdir()
     with pytest.raises(DataError, match="names a directory"):
@@ -147,15 +147,7 @@ def interrupt_joining(monkeypatch: pytest.MonkeyPatch, options: PrepareOptions) 
         (prepare_module.shutil, "rmtree", 1, False),
     ],
 )
-def test_interrupted_while_committing(
-    tmp_path: Path,
-    texts: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    where: object,
-    name: str,
-    call: int,
-    after: bool,
-) -> None:
+def test_interrupted_while_committing(tmp_path, texts, monkeypatch, where, name, call, after):
     """At every step of the commit: no half dataset passes, and the next run finishes it."""
     source = tmp_path / "a.jsonl"
     source.write_bytes(lines(texts))
@@ -178,7 +170,7 @@ def test_interrupted_while_committing(
     assert not (tmp_path / "out.parts").exists()
 
 
-def test_nothing_is_overwritten(tmp_path: Path, texts: list[str]) -> None:
+def test_nothing_is_overwritten(tmp_path, texts):
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
     source.write_bytes(lines(texts))
     make(out, source)
@@ -192,9 +184,7 @@ def test_nothing_is_overwritten(tmp_path: Path, texts: list[str]) -> None:
     assert (tmp_path / "out.bin").read_bytes() == before[".bin"]
 
 
-def test_an_interrupted_attempt_with_other_options_is_in_the_way(
-    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_attempt_with_other_options_is_in_the_way(tmp_path, texts, monkeypatch):
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
     source.write_bytes(lines(texts))
     interrupt_joining(monkeypatch, options(out, source))
@@ -206,7 +196,7 @@ def test_an_interrupted_attempt_with_other_options_is_in_the_way(
     assert made.documents == len(texts) and check_dataset(out) == []
 
 
-def test_two_at_a_time_are_refused(tmp_path: Path, texts: list[str]) -> None:
+def test_two_at_a_time_are_refused(tmp_path, texts):
     source, work = tmp_path / "a.jsonl", tmp_path / "out.parts"
     source.write_bytes(lines(texts))
     work.mkdir()
@@ -217,9 +207,7 @@ def test_two_at_a_time_are_refused(tmp_path: Path, texts: list[str]) -> None:
         make(tmp_path / "out", source)
 
 
-def test_changed_inputs_are_read_again(
-    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_inputs_are_read_again(tmp_path, texts, monkeypatch):
     """A part is used only for the very bytes it was made from, sizes alone are not trusted."""
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
     source.write_bytes(lines(texts))
@@ -231,9 +219,7 @@ def test_changed_inputs_are_read_again(
 
 
 @pytest.mark.parametrize("call", [1, 3, 8])
-def test_a_full_disk_is_an_error_and_the_rest_is_made_later(
-    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch, call: int
-) -> None:
+def test_a_full_disk_is_an_error_and_the_rest_is_made_later(tmp_path, texts, monkeypatch, call):
     source, out, count = tmp_path / "a.jsonl", tmp_path / "out", [0]
     source.write_bytes(lines(texts))
     make(tmp_path / "unbroken", source, batch_bytes=3000)

@@ -34,7 +34,7 @@ def threads() -> int:
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("asks", [False, True])
-def test_the_order_is_that_of_the_numbers(workers: int, asks: bool) -> None:
+def test_the_order_is_that_of_the_numbers(workers, asks):
     reader = Source().reader(workers)
     found = []
     for _ in range(40):
@@ -45,7 +45,7 @@ def test_the_order_is_that_of_the_numbers(workers: int, asks: bool) -> None:
     reader.close()
 
 
-def test_taking_a_batch_begins_none_where_enough_were_asked_for() -> None:
+def test_taking_a_batch_begins_none_where_enough_were_asked_for():
     """The thread that takes it is about to launch a step, and needs the interpreter lock."""
     source = Source()
     reader = source.reader(2)
@@ -60,7 +60,7 @@ def test_taking_a_batch_begins_none_where_enough_were_asked_for() -> None:
     reader.close()
 
 
-def test_close_ends_the_threads() -> None:
+def test_close_ends_the_threads():
     before = threads()
     reader = Source().reader(2)
     next(reader)
@@ -71,7 +71,7 @@ def test_close_ends_the_threads() -> None:
     assert threads() == before and list(reader) == []
 
 
-def test_a_thread_that_cannot_start_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_start_leaves_none_behind(monkeypatch):
     """The process would wait for them when it ends."""
     before, start = threads(), threading.Thread.start
 
@@ -89,7 +89,7 @@ def test_a_thread_that_cannot_start_leaves_none_behind(monkeypatch: pytest.Monke
     assert threads() == before and list(reader) == []
 
 
-def test_dropping_a_reader_closes_it() -> None:
+def test_dropping_a_reader_closes_it():
     before = threads()
     reader = Source().reader(2)
     next(reader)
@@ -101,7 +101,7 @@ def test_dropping_a_reader_closes_it() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_comes_with_the_batch_it_belongs_to_and_none_behind_it(workers: int) -> None:
+def test_an_error_comes_with_the_batch_it_belongs_to_and_none_behind_it(workers):
     source = Source()
     source.broken_from = 3
     reader = source.reader(workers)

@@ -40,7 +40,7 @@ def huggingface(path: Path, **more: object) -> tokenizers.Tokenizer:
 
 
 @given(st.text())
-def test_bytes_round_trip(text: str) -> None:
+def test_bytes_round_trip(text):
     tokenizer = tokenizers.build(TokenizerConfig())
     ids = tokenizer.encode(text)
     assert tokenizer.decode([*ids, 256]) == text
@@ -48,9 +48,7 @@ def test_bytes_round_trip(text: str) -> None:
     assert all(i < 256 for i in ids) and (tokenizer.vocab_size, tokenizer.eod_id) == (257, 256)
 
 
-def test_bpe_training_repeats_bit_for_bit_in_another_process(
-    text_files: list[Path], bpe: Path, tmp_path: Path
-) -> None:
+def test_bpe_training_repeats_bit_for_bit_in_another_process(text_files, bpe, tmp_path):
     code = (
         "import sys; from megatron_patch.data import tokenizers; "
         "tokenizers.train_bpe(sys.argv[2:], 300, sys.argv[1])"
@@ -69,7 +67,7 @@ def test_bpe_training_repeats_bit_for_bit_in_another_process(
     assert len(tokenizer.encode(TEXT)) < len(TEXT.encode())
 
 
-def test_bpe_refusals(text_files: list[Path], bpe: Path, tmp_path: Path) -> None:
+def test_bpe_refusals(text_files, bpe, tmp_path):
     with pytest.raises(DataError, match="at least 257"):
         tokenizers.train_bpe(text_files, 100, tmp_path / "t.json")
     with pytest.raises(DataError, match="exists already"):
@@ -78,7 +76,7 @@ def test_bpe_refusals(text_files: list[Path], bpe: Path, tmp_path: Path) -> None
         tokenizers.train_bpe([], 300, tmp_path / "t.json")
 
 
-def test_text_cannot_contain_the_end_of_a_document(bpe: Path) -> None:
+def test_text_cannot_contain_the_end_of_a_document(bpe):
     """The tokenizers package turns the characters into the special id unless told otherwise."""
     tokenizer = huggingface(bpe)
     ids = tokenizer.encode("a<|endoftext|>b")
@@ -86,7 +84,7 @@ def test_text_cannot_contain_the_end_of_a_document(bpe: Path) -> None:
     assert list(tokenizer.encode_batch(["a<|endoftext|>b"])[0]) == ids
 
 
-def test_the_hash_follows_the_ids_and_not_the_layout_of_the_file(bpe: Path, tmp_path: Path) -> None:
+def test_the_hash_follows_the_ids_and_not_the_layout_of_the_file(bpe, tmp_path):
     content = json.loads(bpe.read_text())
     base = huggingface(bpe).sha256
 
@@ -103,7 +101,7 @@ def test_the_hash_follows_the_ids_and_not_the_layout_of_the_file(bpe: Path, tmp_
     assert huggingface(bpe, eod_id=5).sha256 != base
 
 
-def test_truncation_in_the_file_does_not_cut_documents(bpe: Path, tmp_path: Path) -> None:
+def test_truncation_in_the_file_does_not_cut_documents(bpe, tmp_path):
     content = json.loads(bpe.read_text())
     content["truncation"] = {
         "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0,
@@ -113,7 +111,7 @@ def test_truncation_in_the_file_does_not_cut_documents(bpe: Path, tmp_path: Path
     assert huggingface(path).encode(TEXT * 5) == huggingface(bpe).encode(TEXT * 5)
 
 
-def test_unusable_huggingface_files(bpe: Path, tmp_path: Path) -> None:
+def test_unusable_huggingface_files(bpe, tmp_path):
     broken = tmp_path / "broken.json"
     broken.write_text("{}")
     with pytest.raises(DataError, match=r"not a tokenizer\.json"):
@@ -129,7 +127,7 @@ def test_unusable_huggingface_files(bpe: Path, tmp_path: Path) -> None:
     assert huggingface(nameless, eod_id=0).eod_id == 0
 
 
-def test_sentencepiece(text_files: list[Path], tmp_path: Path) -> None:
+def test_sentencepiece(text_files, tmp_path):
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.Train(
@@ -172,7 +170,7 @@ def toy_encoding(tmp_path: Path) -> Path:
     return path
 
 
-def test_tiktoken_from_files(toy_encoding: Path) -> None:
+def test_tiktoken_from_files(toy_encoding):
     config = TokenizerConfig(kind="tiktoken", path=str(toy_encoding))
     tokenizer = tokenizers.build(config)
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (260, 259)
@@ -190,9 +188,7 @@ def test_tiktoken_from_files(toy_encoding: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cl100k_base", "gpt2"])
-def test_tiktoken_never_downloads(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiktoken_never_downloads(name, tmp_path, monkeypatch):
     import socket
 
     def no_network(*_: object, **__: object) -> None:
@@ -210,7 +206,7 @@ def test_tiktoken_never_downloads(
         tokenizers.build(TokenizerConfig(kind="tiktoken", path="no_such_name"))
 
 
-def test_none_has_no_text() -> None:
+def test_none_has_no_text():
     tokenizer = tokenizers.build(TokenizerConfig(kind="none", vocab_size=100, eod_id=3))
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (100, 3)
     with pytest.raises(DataError, match="has no text"):
@@ -219,7 +215,7 @@ def test_none_has_no_text() -> None:
     assert other.sha256 != tokenizer.sha256 and other.eod_id is None
 
 
-def test_contradictions_are_reported_together() -> None:
+def test_contradictions_are_reported_together():
     with pytest.raises(DataError) as caught:
         tokenizers.build(TokenizerConfig(kind="none", path="x", eod_id=-1))
     assert len(caught.value.problems) == 3

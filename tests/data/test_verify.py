@@ -32,14 +32,14 @@ def copy(tmp_path: Path, corpora: list[Path]) -> Path:
     return tmp_path / "copy"
 
 
-def test_good_data_passes_and_is_described(corpora: list[Path]) -> None:
+def test_good_data_passes_and_is_described(corpora):
     lines = verify_datasets(run_config(*corpora))
     assert len(lines) == 2 and "every byte of" in lines[0] and "300 documents" in lines[0]
     (sampled, _) = verify_datasets(run_config(*corpora, verify="sampled"))
     assert "not every byte" in sampled
 
 
-def test_every_byte_of_the_manifest_counts(copy: Path) -> None:
+def test_every_byte_of_the_manifest_counts(copy):
     path = Path(f"{copy}.manifest.json")
     content = path.read_bytes()
     for at in range(len(content)):
@@ -58,9 +58,7 @@ def test_every_byte_of_the_manifest_counts(copy: Path) -> None:
     [("tokens", "many"), ("tokens", True), ("dtype", None), ("dtype", "float32"), ("bin", {}),
      ("sources", [1]), ("bin.chunks", []), ("bin.chunk_bytes", 0), ("max_token_id", 9999)],
 )  # fmt: skip
-def test_a_forged_manifest_is_an_error_not_a_traceback(
-    copy: Path, field: str, value: object
-) -> None:
+def test_a_forged_manifest_is_an_error_not_a_traceback(copy, field, value):
     """Its own hash recomputed: only the checks of its content are left."""
     path = Path(f"{copy}.manifest.json")
     tree = json.loads(path.read_bytes())
@@ -72,9 +70,7 @@ def test_a_forged_manifest_is_an_error_not_a_traceback(
     assert check_dataset(copy)
 
 
-def test_all_problems_of_all_datasets_are_reported_at_once(
-    copy: Path, corpora: list[Path], tmp_path: Path
-) -> None:
+def test_all_problems_of_all_datasets_are_reported_at_once(copy, corpora, tmp_path):
     os.truncate(f"{copy}.bin", 10)
     Path(f"{copy}.idx").unlink()
     run = run_config(
@@ -109,7 +105,7 @@ def big_dataset(root: Path) -> Path:
     return root / "big"
 
 
-def test_what_sampling_finds_and_what_it_misses(tmp_path: Path) -> None:
+def test_what_sampling_finds_and_what_it_misses(tmp_path):
     prefix = big_dataset(tmp_path)
     path = Path(f"{prefix}.bin")
     content = path.read_bytes()
@@ -128,7 +124,7 @@ def test_what_sampling_finds_and_what_it_misses(tmp_path: Path) -> None:
     assert check_dataset(prefix, mode="sampled") == []
 
 
-def test_a_changed_index_is_found_also_when_the_data_is_sampled(copy: Path) -> None:
+def test_a_changed_index_is_found_also_when_the_data_is_sampled(copy):
     index = bytearray(Path(f"{copy}.idx").read_bytes())
     index[34] ^= 1
     Path(f"{copy}.idx").write_bytes(index)
@@ -144,9 +140,7 @@ def fails(number: int) -> Callable[..., bytes]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EIO, 1), (errno.ESTALE, 1), (errno.EACCES, 2)])
-def test_data_that_may_be_read_later_is_worth_a_retry(
-    copy: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
-) -> None:
+def test_data_that_may_be_read_later_is_worth_a_retry(copy, monkeypatch, number, code):
     """Exit code 2 ends a run for good: one node's stale mount must not."""
     tokens = TokenFile(copy)
     with monkeypatch.context() as patch:
@@ -163,9 +157,7 @@ def test_data_that_may_be_read_later_is_worth_a_retry(
     assert DataError(again).exit_code == code
 
 
-def test_a_long_check_that_goes_on_is_no_hang(
-    corpora: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_check_that_goes_on_is_no_hang(corpora, monkeypatch):
     PULSE.reset()
     first = PULSE.now
     monkeypatch.setattr(verify, "_ROUND_SECONDS", 0.0)
@@ -173,7 +165,7 @@ def test_a_long_check_that_goes_on_is_no_hang(
     assert PULSE.now is not first and PULSE.now.phase == "start"
 
 
-def test_ranks_of_a_node_share_the_hashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_node_share_the_hashing(tmp_path, monkeypatch):
     prefix = big_dataset(tmp_path)
     tokenizer = TokenizerConfig(kind="none", vocab_size=1000, eod_id=0)
     run = run_config(prefix, tokenizer=tokenizer)
@@ -213,9 +205,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.multiprocess
-def test_all_ranks_learn_what_one_of_them_finds(
-    copy: Path, corpora: list[Path], tmp_path: Path
-) -> None:
+def test_all_ranks_learn_what_one_of_them_finds(copy, corpora, tmp_path):
     def outcomes(store: str) -> list[str]:
         here = Path(__file__).parent
         arguments = [sys.executable, "-c", RANK, here, tmp_path / store]

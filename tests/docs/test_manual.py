@@ -28,7 +28,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_leads_somewhere(page):
     broken = []
     for link in LINK.findall(FENCE.sub("", page.read_text("utf-8"))):
         if "://" in link or link.startswith("mailto:"):
@@ -40,7 +40,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert not broken
 
 
-def test_what_would_be_broken() -> None:
+def test_what_would_be_broken():
     assert "the-guard" in anchors(ROOT / "docs" / "stability.md")
     assert LINK.findall("[a](b.md#c) and ![d](e.png)") == ["b.md#c", "e.png"]
 
@@ -49,7 +49,7 @@ def words(page: Path) -> int:
     return len(page.read_text("utf-8").split())
 
 
-def test_the_manual_is_short() -> None:
+def test_the_manual_is_short():
     """A page that grows takes the words from another one."""
     assert words(ROOT / "README.md") <= IN_README
     assert words(LIBRARY) <= IN_LIBRARY

@@ -60,7 +60,7 @@ def damage(path: Path) -> None:
     file.write_bytes(data)
 
 
-def test_list(run_dir: Path, call: Any) -> None:
+def test_list(run_dir, call):
     code, out, _ = call("list", run_dir)
     assert code == 0
     lines = out.splitlines()
@@ -69,19 +69,19 @@ def test_list(run_dir: Path, call: Any) -> None:
     assert len(lines) == 8
 
 
-def test_list_json_and_a_single_checkpoint(run_dir: Path, call: Any) -> None:
+def test_list_json_and_a_single_checkpoint(run_dir, call):
     code, out, _ = call("list", run_dir / "checkpoints" / "step_00000030.attempt-1", "--json")
     (entry,) = json.loads(out)["entries"]
     assert code == 0 and (entry["step"], entry["state"], entry["latest"]) == (30, "complete", False)
     assert entry["size"] > 15_000 and entry["signed"] is False
 
 
-def test_verify_good(run_dir: Path, call: Any) -> None:
+def test_verify_good(run_dir, call):
     code, out, err = call("verify", run_dir)
     assert code == 0 and out.count("good  ") == 5 and "5 of 5" in out and err == ""
 
 
-def test_verify_names_what_is_damaged_and_goes_on(run_dir: Path, call: Any) -> None:
+def test_verify_names_what_is_damaged_and_goes_on(run_dir, call):
     damage(run_dir / "checkpoints" / "step_00000030.attempt-1")
     (run_dir / "checkpoints" / "step_00000020.attempt-1" / "extra").write_text("x")
     code, out, _ = call("verify", run_dir, "--jobs", 2, "--json")
@@ -94,12 +94,12 @@ def test_verify_names_what_is_damaged_and_goes_on(run_dir: Path, call: Any) -> N
     assert names(run_dir) == [10, 20, 30, 40, 50], "verify moves nothing"
 
 
-def test_verify_with_nothing_good(tmp_path: Path, call: Any) -> None:
+def test_verify_with_nothing_good(tmp_path, call):
     damage(save(tmp_path, 10))
     assert call("verify", tmp_path)[0] == 4
 
 
-def test_signatures(tmp_path: Path, call: Any) -> None:
+def test_signatures(tmp_path, call):
     save(tmp_path, 10, key=KEY)
     file = tmp_path / "key"
     file.write_bytes(KEY)
@@ -115,13 +115,13 @@ def test_signatures(tmp_path: Path, call: Any) -> None:
     assert code == 2 and "chmod 600" in err
 
 
-def test_prune_says_first(run_dir: Path, call: Any) -> None:
+def test_prune_says_first(run_dir, call):
     code, out, _ = call("prune", run_dir, "--keep-last", 2, "--keep-every", 20)
     assert code == 0 and names(run_dir) == [10, 20, 30, 40, 50]
     assert out.count("would go  ") == 2 and "2 checkpoint(s)" in out and "--delete does it" in out
 
 
-def test_prune_deletes_by_the_rule(run_dir: Path, call: Any) -> None:
+def test_prune_deletes_by_the_rule(run_dir, call):
     code, out, _ = call("prune", run_dir, "--keep-last", 2, "--keep-every", 20, "--delete")
     assert code == 0 and names(run_dir) == [20, 40, 50]
     assert "deleted 2 checkpoint(s)" in out
@@ -129,7 +129,7 @@ def test_prune_deletes_by_the_rule(run_dir: Path, call: Any) -> None:
     assert call("verify", run_dir)[0] == 0
 
 
-def test_prune_keeps_what_latest_names_and_what_is_damaged(run_dir: Path, call: Any) -> None:
+def test_prune_keeps_what_latest_names_and_what_is_damaged(run_dir, call):
     root = run_dir / "checkpoints"
     (root / "latest").write_text("step_00000020.attempt-1\n")
     (root / "step_00000030.attempt-1" / "extra").write_text("x")
@@ -137,7 +137,7 @@ def test_prune_keeps_what_latest_names_and_what_is_damaged(run_dir: Path, call: 
     assert names(run_dir) == [20, 30, 50]
 
 
-def test_prune_never_takes_the_only_good_one(run_dir: Path, call: Any) -> None:
+def test_prune_never_takes_the_only_good_one(run_dir, call):
     for step in (40, 50):
         damage(run_dir / "checkpoints" / f"step_{step:08d}.attempt-1")
     code, _, err = call("prune", run_dir, "--keep-last", 2, "--delete")
@@ -147,7 +147,7 @@ def test_prune_never_takes_the_only_good_one(run_dir: Path, call: Any) -> None:
     assert names(run_dir) == [30, 40, 50]
 
 
-def test_prune_says_that_nothing_good_is_there(run_dir: Path, call: Any) -> None:
+def test_prune_says_that_nothing_good_is_there(run_dir, call):
     for step in (10, 20, 30, 40, 50):
         (run_dir / "checkpoints" / f"step_{step:08d}.attempt-1" / "extra").write_text("x")
     assert call("list", run_dir)[0] == call("prune", run_dir, "--keep-last", 1)[0] == 4
@@ -155,7 +155,7 @@ def test_prune_says_that_nothing_good_is_there(run_dir: Path, call: Any) -> None
     assert names(run_dir) == [10, 20, 30, 40, 50]
 
 
-def test_prune_keeps_out_of_a_running_training(run_dir: Path, call: Any) -> None:
+def test_prune_keeps_out_of_a_running_training(run_dir, call):
     with (run_dir / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, _, err = call("prune", run_dir, "--keep-last", 1, "--delete")
@@ -164,7 +164,7 @@ def test_prune_keeps_out_of_a_running_training(run_dir: Path, call: Any) -> None
     assert len(names(run_dir)) == 5
 
 
-def test_prune_leaves_another_stores_checkpoints(run_dir: Path, call: Any) -> None:
+def test_prune_leaves_another_stores_checkpoints(run_dir, call):
     (run_dir / "checkpoints" / "store.json").write_text(json.dumps({"store": "f" * 32}))
     assert call("prune", run_dir, "--keep-last", 1, "--delete")[0] == 0
     assert len(names(run_dir)) == 5
@@ -173,7 +173,7 @@ def test_prune_leaves_another_stores_checkpoints(run_dir: Path, call: Any) -> No
 PINNED = "step_00000020.attempt-1 danger at step 28, signs since step 25\n"
 
 
-def test_prune_keeps_what_is_pinned(run_dir: Path, call: Any) -> None:
+def test_prune_keeps_what_is_pinned(run_dir, call):
     (run_dir / "checkpoints" / "pinned").write_text(PINNED)
     code, out, _ = call("prune", run_dir, "--keep-last", 1, "--delete")
     assert code == 0 and names(run_dir) == [20, 50]
@@ -191,14 +191,14 @@ def test_prune_keeps_what_is_pinned(run_dir: Path, call: Any) -> None:
     assert names(run_dir) == [50]
 
 
-def test_prune_keeps_what_an_earlier_version_kept(run_dir: Path, call: Any) -> None:
+def test_prune_keeps_what_an_earlier_version_kept(run_dir, call):
     kept = {"step_00000020.attempt-1": "a milestone"}
     (run_dir / "checkpoints" / "kept.json").write_text(json.dumps(kept))
     assert "pinned: a milestone" in call("prune", run_dir, "--keep-last", 1, "--delete")[1]
     assert names(run_dir) == [20, 50]
 
 
-def test_prune_keeps_what_a_trainer_pinned_meanwhile(run_dir: Path) -> None:
+def test_prune_keeps_what_a_trainer_pinned_meanwhile(run_dir):
     """Between the list and the lock: its last record was at danger."""
     root = run_dir / "checkpoints"
     found = inspect.plan(root, inspect.survey(root), last=1, every=None)
@@ -212,9 +212,7 @@ def test_prune_keeps_what_a_trainer_pinned_meanwhile(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["pinned", "kept.json"])
-def test_prune_deletes_nothing_while_that_file_is_damaged(
-    run_dir: Path, call: Any, file: str
-) -> None:
+def test_prune_deletes_nothing_while_that_file_is_damaged(run_dir, call, file):
     (run_dir / "checkpoints" / file).write_text('{"step_00000020')
     for words in ((), ("--delete",)):
         code, _, err = call("prune", run_dir, "--keep-last", 1, *words)
@@ -233,7 +231,7 @@ class TestRollback:
         assert found is not None
         return found.manifest.step
 
-    def test_it_says_what_moved_and_how_to_undo_it(self, run_dir: Path, call: Any) -> None:
+    def test_it_says_what_moved_and_how_to_undo_it(self, run_dir, call):
         code, out, _ = call("rollback", run_dir, "--to", 30)
         assert code == 0 and names(run_dir) == [10, 20, 30] and self.start(run_dir) == 30
         assert out.count("moved   step_000000") == 2
@@ -246,7 +244,7 @@ class TestRollback:
         assert call(*undo[-1].split()[2:])[0] == 0
         assert names(run_dir) == [10, 20, 30, 40, 50] and self.start(run_dir) == 50
 
-    def test_to_the_newest_moves_nothing(self, run_dir: Path, call: Any) -> None:
+    def test_to_the_newest_moves_nothing(self, run_dir, call):
         """What an edited latest asks for; a name tells one attempt of a step from another."""
         (run_dir / "checkpoints" / "latest").write_text("step_00000010.attempt-1\n")
         code, out, _ = call("rollback", run_dir, "--to", "step_00000050.attempt-1", "--json")
@@ -257,26 +255,26 @@ class TestRollback:
             and "nothing was newer" in call("rollback", run_dir, "--to", "50")[1]
         )
 
-    def test_an_unknown_step_is_refused_with_the_list(self, run_dir: Path, call: Any) -> None:
+    def test_an_unknown_step_is_refused_with_the_list(self, run_dir, call):
         for to in (35, "step_00000035.attempt-1", "x"):
             code, _, err = call("rollback", run_dir, "--to", to)
             assert code == 2 and f"no checkpoint of step {to}; there are: 10, 20, 30, 40, 50" in err
         assert names(run_dir) == [10, 20, 30, 40, 50]
 
-    def test_a_damaged_one_is_refused(self, run_dir: Path, call: Any) -> None:
+    def test_a_damaged_one_is_refused(self, run_dir, call):
         (run_dir / "checkpoints" / "step_00000030.attempt-1" / "__1_0.distcp").unlink()
         code, _, err = call("rollback", run_dir, "--to", 30)
         assert code == 2 and "missing: '__1_0.distcp'; nothing was moved" in err
         assert names(run_dir) == [10, 20, 30, 40, 50]
 
-    def test_not_while_the_run_trains(self, run_dir: Path, call: Any) -> None:
+    def test_not_while_the_run_trains(self, run_dir, call):
         with (run_dir / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             code, _, err = call("rollback", run_dir, "--to", 30)
         assert code == 2 and "a trainer uses this run right now; stop it first" in err
         assert names(run_dir) == [10, 20, 30, 40, 50]
 
-    def test_a_store_of_an_earlier_version(self, run_dir: Path, call: Any) -> None:
+    def test_a_store_of_an_earlier_version(self, run_dir, call):
         """20 and 40 are one branch, 30 and 50 the one that was left behind."""
         root = run_dir / "checkpoints"
         facts = json.loads((root / "store.json").read_text())
@@ -288,7 +286,7 @@ class TestRollback:
         assert call("rollback", run_dir, "--to", 40)[0] == 0
         assert names(run_dir) == [10, 20, 40] and self.start(run_dir) == 40
 
-    def test_a_finished_run_is_told(self, run_dir: Path, call: Any) -> None:
+    def test_a_finished_run_is_told(self, run_dir, call):
         (run_dir / "FINISHED").touch()
         assert f"delete {run_dir / 'FINISHED'}" in call("rollback", run_dir, "--to", 30)[1]
 
@@ -302,9 +300,7 @@ class TestRollback:
     ["rollback", "RUN/checkpoints/step_00000010.attempt-1", "--to", "10"],
     [], ["list"], ["frobnicate", "RUN"],
 ])  # fmt: skip
-def test_bad_input_is_refused_in_words(
-    run_dir: Path, call: Any, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_refused_in_words(run_dir, call, words, monkeypatch):
     (run_dir / "empty").mkdir()
     monkeypatch.chdir(run_dir / "empty")
     code, _, err = call(*[w.replace("RUN", str(run_dir)) for w in words])
@@ -312,7 +308,7 @@ def test_bad_input_is_refused_in_words(
     assert len(names(run_dir)) == 5
 
 
-def test_it_needs_no_torch(run_dir: Path) -> None:
+def test_it_needs_no_torch(run_dir):
     program = ("import sys; from megatron_patch.cli import app; code = app.run(sys.argv[1:]); "
                "assert 'torch' not in sys.modules; sys.exit(code)")  # fmt: skip
     words = ["checkpoint", "verify", str(run_dir)]

@@ -1,11 +1,8 @@
 """What only a GPU shows: the event clock of the straggler report, NCCL's flight recorder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +27,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_the_event_clock_counts_device_time_without_waiting() -> None:
+def test_the_event_clock_counts_device_time_without_waiting():
     import torch
 
     from megatron_patch.faults.straggler import _DeviceClock
@@ -44,7 +41,7 @@ def test_the_event_clock_counts_device_time_without_waiting() -> None:
     assert 0.02 < clock.seconds() < 2.0
 
 
-def test_the_recorder_leaves_a_file(tmp_path: Path) -> None:
+def test_the_recorder_leaves_a_file(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", RECORD, str(tmp_path)],
         capture_output=True, text=True, check=False, timeout=300, env=dict(os.environ),

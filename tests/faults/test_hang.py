@@ -134,7 +134,7 @@ def witness(rank: int, **changes: Any) -> Witness:
 
 
 @pytest.mark.parametrize("how", ["endless_loop", "blocked_in_c"])
-def test_every_rank_writes_its_stacks_and_the_guilty_one_is_named(tmp_path: Path, how: str) -> None:
+def test_every_rank_writes_its_stacks_and_the_guilty_one_is_named(tmp_path, how):
     started = ranks(tmp_path, "wait_for_the_others", how, "wait_for_the_others")
     assert [ended(p) for p in started] == [hang.EXIT_CODE] * 3
     folder, text = summary(tmp_path)
@@ -148,7 +148,7 @@ def test_every_rank_writes_its_stacks_and_the_guilty_one_is_named(tmp_path: Path
     assert {(e["step"], e["exit_code"]) for e in entries} == {(7, hang.EXIT_CODE)}
 
 
-def test_a_rank_that_loses_the_others_to_a_hang_ends_as_they_do(tmp_path: Path) -> None:
+def test_a_rank_that_loses_the_others_to_a_hang_ends_as_they_do(tmp_path):
     started = ranks(tmp_path, "loses_the_others", "endless_loop")
     assert [ended(p) for p in started] == [hang.EXIT_CODE] * 2
     assert "ConnectionError: closed by peer" in errors(tmp_path, 0)
@@ -156,9 +156,7 @@ def test_a_rank_that_loses_the_others_to_a_hang_ends_as_they_do(tmp_path: Path) 
     assert {(e["rank"], e["exit_code"]) for e in entries} == {(0, 6), (1, 6)}
 
 
-def test_an_error_without_a_hang_is_left_to_the_caller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_without_a_hang_is_left_to_the_caller(tmp_path, monkeypatch):
     watcher = HangWatcher(Limits(9, 9, 9), tmp_path / "hangs", token="t", rank=0, hosts=["n"],
                           pids=[1])  # fmt: skip
     watcher.start()
@@ -168,7 +166,7 @@ def test_an_error_without_a_hang_is_left_to_the_caller(
     watcher.stop()
 
 
-def test_a_stopped_process_is_named_as_missing(tmp_path: Path) -> None:
+def test_a_stopped_process_is_named_as_missing(tmp_path):
     first, _ = ranks(tmp_path, "wait_for_the_others", "stops", grace=3)
     assert ended(first) == hang.EXIT_CODE
     _, text = summary(tmp_path)
@@ -176,7 +174,7 @@ def test_a_stopped_process_is_named_as_missing(tmp_path: Path) -> None:
     assert "missing" in text.splitlines()[-1]
 
 
-def test_a_thread_that_holds_the_interpreter_lock_is_shown_in_its_log(tmp_path: Path) -> None:
+def test_a_thread_that_holds_the_interpreter_lock_is_shown_in_its_log(tmp_path):
     """It is named as missing; another rank of its node has it print its stacks."""
     first, _, other = ranks(
         tmp_path, "wait_for_the_others", "holds_the_lock", "wait_for_the_others",
@@ -190,7 +188,7 @@ def test_a_thread_that_holds_the_interpreter_lock_is_shown_in_its_log(tmp_path: 
     assert "rank 1 (a) missing" in summary(tmp_path)[1]
 
 
-def test_only_a_process_that_listens_is_called() -> None:
+def test_only_a_process_that_listens_is_called():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         assert not stacks.call(other.pid)
         assert other.poll() is None
@@ -199,7 +197,7 @@ def test_only_a_process_that_listens_is_called() -> None:
 
 
 @pytest.mark.parametrize("how", ["wait_for_the_others", "works"])
-def test_a_job_that_was_suspended_goes_on(tmp_path: Path, how: str) -> None:
+def test_a_job_that_was_suspended_goes_on(tmp_path, how):
     """Stopped and continued as a whole, it is not a hang: the watcher did not run either.
 
     And nobody walks the stacks of its threads, which run again: that ended jobs by SIGSEGV.
@@ -214,7 +212,7 @@ def test_a_job_that_was_suspended_goes_on(tmp_path: Path, how: str) -> None:
     assert errors(tmp_path, 0) == ""
 
 
-def test_an_unwritable_directory_still_ends_the_rank(tmp_path: Path) -> None:
+def test_an_unwritable_directory_still_ends_the_rank(tmp_path):
     (tmp_path / "hangs").write_text("a file in the way")
     (process,) = ranks(tmp_path, "wait_for_the_others")
     assert ended(process) == hang.EXIT_CODE
@@ -225,7 +223,7 @@ def test_an_unwritable_directory_still_ends_the_rank(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------- rules
 
 
-def test_limits() -> None:
+def test_limits():
     limits, pulse = Limits(step=45, startup=1800, pause=900), Pulse()
     assert limits.of(pulse) == 1800
     pulse.step(1)
@@ -242,9 +240,7 @@ def test_limits() -> None:
     assert limits.of(pulse) == 120  # long steps raise the limit
 
 
-def test_the_longest_step_leaves_saves_and_the_first_step_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_longest_step_leaves_saves_and_the_first_step_out(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     pulse = Pulse()
@@ -278,19 +274,19 @@ SUMMARIES = {
 
 
 @pytest.mark.parametrize("name", SUMMARIES)
-def test_whom_a_summary_names(name: str) -> None:
+def test_whom_a_summary_names(name):
     ranks, words = SUMMARIES[name]
     found = {rank: witness(rank, **changes) for rank, changes in ranks.items()}
     first = summarize(found, [f"n{r}" for r in found], finder=found[0], limit=45).splitlines()[0]
     assert words in first and ("same place" in first) == (name == "all alike")
 
 
-def test_summary_lists_at_most_sixteen_missing_ranks() -> None:
+def test_summary_lists_at_most_sixteen_missing_ranks():
     text = summarize({0: witness(0)}, [f"n{r}" for r in range(100)], finder=witness(0), limit=45)
     assert "15 (n15), 16 (n16) and 83 more missing" in text.splitlines()[0]
 
 
-def test_a_beat_is_excused_only_for_its_own_pause(tmp_path: Path) -> None:
+def test_a_beat_is_excused_only_for_its_own_pause(tmp_path):
     pulse, left = Pulse(), []
     pulse.step(1)
     pulse.stepped()
@@ -306,15 +302,13 @@ def test_a_beat_is_excused_only_for_its_own_pause(tmp_path: Path) -> None:
     assert left == [hang.EXIT_CODE]
 
 
-def test_a_file_that_is_no_witness_is_ignored(tmp_path: Path) -> None:
+def test_a_file_that_is_no_witness_is_ignored(tmp_path):
     (tmp_path / "rank_00000.txt").write_text("torn")
     assert stacks.read(tmp_path / "rank_00000.txt") is None
     assert stacks.read(tmp_path / "missing") is None
 
 
-def test_recorder_names_are_set_unless_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorder_names_are_set_unless_they_are(tmp_path, monkeypatch):
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "mine")

@@ -36,8 +36,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_gets_stuck_is_found_named_and_restarted_by_exit_code(
-    tmp_path: Path, corpus: Path, patient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, corpus, patient, monkeypatch
+):
     monkeypatch.setenv("MP_STUCK", "3:1")
     run: dict[str, Any] = {"set": ["name=stuck", "faults.hang_seconds=8"]}
     with pytest.raises(AssertionError, match=r"ranks ended with \[6, 6\]"):
@@ -56,9 +56,7 @@ def test_a_rank_that_gets_stuck_is_found_named_and_restarted_by_exit_code(
 
 
 @pytest.mark.slow
-def test_a_pipeline_stage_that_waits_is_not_blamed(
-    tmp_path: Path, corpus: Path, patient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipeline_stage_that_waits_is_not_blamed(tmp_path, corpus, patient, monkeypatch):
     monkeypatch.setenv("MP_STUCK", "3:0:forward")
     keys = ["faults.hang_seconds=8", "parallel.pipeline_model_parallel_size=2"]
     run: dict[str, Any] = {"set": ["name=stuck", *keys]}
@@ -72,9 +70,7 @@ def test_a_pipeline_stage_that_waits_is_not_blamed(
     assert waiting["phase"] == "forward" and waiting["collective"]
 
 
-def test_a_slow_rank_is_named(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_rank_is_named(tmp_path, corpus, monkeypatch):
     monkeypatch.setenv("MP_SLOW", "1:0.25")
     keys = ["training.train_steps=9", "training.global_batch_size=8"]
     keys += ["faults.straggler_interval=4", "logging.interval=3"]

@@ -83,7 +83,7 @@ def launch(folder: Path, nodes: list[Path], *sets: str) -> dict[int, tuple[int, 
     return found
 
 
-def test_data_that_one_node_does_not_see(tmp_path: Path, corpus: Path) -> None:
+def test_data_that_one_node_does_not_see(tmp_path, corpus):
     """Both ranks end with 2 and say what is missing: no restart, no requeue."""
     nodes = [node(tmp_path, corpus, n) for n in range(2)]
     for file in nodes[1].glob("tiny*"):
@@ -93,7 +93,7 @@ def test_data_that_one_node_does_not_see(tmp_path: Path, corpus: Path) -> None:
     assert all("tiny.manifest.json" in reason for _, reason in found.values()), found
 
 
-def test_damaged_checkpoints_end_every_attempt_alike(tmp_path: Path, corpus: Path) -> None:
+def test_damaged_checkpoints_end_every_attempt_alike(tmp_path, corpus):
     """Exit code 4 from both ranks, and all stays for the next attempt to find the same."""
     nodes = [node(tmp_path, corpus, n) for n in range(2)]
     plan = [{"set": ["training.exit_at_step=2"]}]

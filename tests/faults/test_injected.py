@@ -56,7 +56,7 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], A
     "name",
     [pytest.param(case.name, marks=[] if case.quick else [pytest.mark.slow]) for case in CASES],
 )
-def test_fault(play: Callable[[str], Any], name: str) -> None:
+def test_fault(play, name):
     problems = play(name)
     if problems is None:
         pytest.skip("mounting is not permitted here")
@@ -65,7 +65,7 @@ def test_fault(play: Callable[[str], Any], name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_sample_of_random_kills(tmp_path: Path) -> None:
+def test_a_sample_of_random_kills(tmp_path):
     """Two ranks, a few kills; the seed differs from that of the long run.
 
     Slow: `test_fault` kills at two places of a save in seconds.
@@ -81,7 +81,7 @@ def test_a_sample_of_random_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", hooks.PLACES)
-def test_a_place_for_faults_is_there(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_for_faults_is_there(place, monkeypatch):
     found = []
 
     def look(owner: Any, name: str, **unused: Any) -> None:

@@ -59,7 +59,7 @@ def verdict(
 GOOD = outcome(code=0, began=3, done=8)
 
 
-def test_a_fault_that_is_survived_is_no_problem(monkeypatch: Any, tmp_path: Path) -> None:
+def test_a_fault_that_is_survived_is_no_problem(monkeypatch, tmp_path):
     assert verdict(monkeypatch, tmp_path, outcome(), GOOD) == []
 
 
@@ -79,9 +79,7 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = 
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_a_broken_product_would_do_is_a_problem(
-    monkeypatch: Any, tmp_path: Path, name: str
-) -> None:
+def test_what_a_broken_product_would_do_is_a_problem(monkeypatch, tmp_path, name):
     first, again, changed, expected = BROKEN[name]
     found = copy.deepcopy(RESULT)
     (found if "finished" in changed else found["ranks"]["0"]).update(changed)  # type: ignore
@@ -91,12 +89,12 @@ def test_what_a_broken_product_would_do_is_a_problem(
     assert any(expected in p for p in problems), problems
 
 
-def test_a_hang_that_nobody_reports_is_a_problem(monkeypatch: Any, tmp_path: Path) -> None:
+def test_a_hang_that_nobody_reports_is_a_problem(monkeypatch, tmp_path):
     (problem, _) = verdict(monkeypatch, tmp_path, outcome(), GOOD, found_within=60)
     assert "no hang was reported" in problem
 
 
-def test_data_read_twice_differently_is_a_difference() -> None:
+def test_data_read_twice_differently_is_a_difference():
     found = copy.deepcopy(RESULT)
     found["data"]["0/2"].append("other")  # type: ignore
     assert [d[:21] for d in compare(RESULT, found)] == ["data of rank/step 0/2"]
@@ -104,7 +102,7 @@ def test_data_read_twice_differently_is_a_difference() -> None:
     assert list(compare(RESULT, found))
 
 
-def test_a_process_that_lives_on_is_seen() -> None:
+def test_a_process_that_lives_on_is_seen():
     child = subprocess.Popen(["sleep", "600"])
     try:
         assert child.pid in [pid for pid, _ in descendants()]
@@ -115,7 +113,7 @@ def test_a_process_that_lives_on_is_seen() -> None:
         assert time.monotonic() < end
 
 
-def test_a_secret_that_is_there_is_found(tmp_path: Path) -> None:
+def test_a_secret_that_is_there_is_found(tmp_path):
     """As written, and in base64 at any alignment; the user's own file is left out."""
     secret = canaries.canary(3)
     (tmp_path / "own").write_text(secret)

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,48 +38,48 @@ def calm(options: SpikeConfig, steps: int) -> Detector:
     return detector
 
 
-def test_noise_and_a_falling_loss_are_no_spikes() -> None:
+def test_noise_and_a_falling_loss_are_no_spikes():
     calm(SpikeConfig(), 3000)
 
 
-@pytest.mark.parametrize(("loss", "norm"), [(5.5, 1.0), (3.0, 8.0)])
-def test_a_jump_of_either_is_a_spike(loss: float, norm: float) -> None:
-    spiked, loss_z, norm_z = calm(SpikeConfig(), 300).judge(loss, norm)
-    assert spiked and max(loss_z, norm_z) > 8
+@pytest.mark.parametrize(
+    ("options", "loss", "norm", "spike"),
+    [
+        ({}, 5.5, 1.0, True),
+        ({}, 3.0, 8.0, True),
+        ({}, 1.0, 0.01, False),  # a drop
+        ({"grad_norm_z": None}, 3.5, 1e6, False),  # only what is judged counts
+    ],
+)
+def test_a_jump_of_either_is_a_spike(options, loss, norm, spike):
+    spiked, loss_z, norm_z = calm(SpikeConfig(**options), 300).judge(loss, norm)
+    assert spiked == spike and (not spike or max(loss_z, norm_z) > 8)
 
 
-def test_a_drop_is_none() -> None:
-    assert not calm(SpikeConfig(), 300).judge(1.0, 0.01)[0]
-
-
-def test_only_what_is_judged_counts() -> None:
-    assert not calm(SpikeConfig(grad_norm_z=None), 300).judge(3.5, 1e6)[0]
-
-
-def test_nothing_is_judged_before_min_history() -> None:
+def test_nothing_is_judged_before_min_history():
     detector = calm(SpikeConfig(min_history=32), 31)
     assert not detector.judge(1e9, 1e9)[0]
     assert detector.judge(1e9, 1e9)[0]
 
 
-def test_spikes_in_the_window_do_not_hide_the_next_one() -> None:
+def test_spikes_in_the_window_do_not_hide_the_next_one():
     detector = calm(SpikeConfig(window=64), 300)
     assert [detector.judge(9.0, 30.0)[0] for _ in range(20)] == [True] * 20
 
 
-def test_a_new_level_is_accepted_after_half_a_window() -> None:
+def test_a_new_level_is_accepted_after_half_a_window():
     detector = calm(SpikeConfig(window=64), 300)
     found = [detector.judge(9.0, 1.0)[0] for _ in range(64)]
     assert found[0] and not found[-1]
 
 
-def test_a_constant_history_has_a_floor() -> None:
+def test_a_constant_history_has_a_floor():
     assert robust_score(1.005, (1.0,) * 10) == pytest.approx(0.5)
     assert robust_score(5.0, (0.0,) * 10) == 0.0
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=4, max_size=40), st.floats(0.1, 100))
-def test_the_score_has_no_unit(values: list[float], scale: float) -> None:
+def test_the_score_has_no_unit(values, scale):
     x = values[0] * 2
     one = robust_score(x, tuple(values))
     other = robust_score(x * scale, tuple(v * scale for v in values))
@@ -91,7 +92,7 @@ WINDOWS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=6)
 
 
 @given(WINDOWS)
-def test_steps_walk_over_the_batches_that_are_left_in_order(found: list[tuple[int, int]]) -> None:
+def test_steps_walk_over_the_batches_that_are_left_in_order(found):
     left = Skips(merged(found))
     out = {n for first, count in found for n in range(first, first + count)}
     expected = [n for n in range(200) if n not in out]
@@ -99,7 +100,7 @@ def test_steps_walk_over_the_batches_that_are_left_in_order(found: list[tuple[in
 
 
 @given(WINDOWS)
-def test_merged_windows_are_apart_and_say_the_same(found: list[tuple[int, int]]) -> None:
+def test_merged_windows_are_apart_and_say_the_same(found):
     once = merged(found)
     assert merged(once) == once
     assert all(a[0] + a[1] < b[0] for a, b in itertools.pairwise(once))
@@ -111,13 +112,13 @@ def test_merged_windows_are_apart_and_say_the_same(found: list[tuple[int, int]])
     {"windows": [[1, "2"]], "rewinds": 0}, {"windows": 3, "rewinds": 0},
     {"windows": [[True, 1]], "rewinds": 0}, {"windows": [7], "rewinds": 0},
 ])  # fmt: skip
-def test_a_damaged_list_is_refused(tmp_path: Path, bad: Any) -> None:
+def test_a_damaged_list_is_refused(tmp_path, bad):
     (tmp_path / skips.FILE).write_text(json.dumps(bad))
     with pytest.raises(ConfigError, match="decides which data is trained on"):
         skips.read(tmp_path)
 
 
-def test_a_list_survives_the_file(tmp_path: Path) -> None:
+def test_a_list_survives_the_file(tmp_path):
     assert skips.read(tmp_path) is None
     left = Skips().add(10, 3).add(13, 2)
     skips.write(tmp_path, left)
@@ -132,26 +133,28 @@ def slow(seconds: list[float], **options: float) -> list[int]:
     return straggler.judge("compute", seconds, mads=o.straggler_mads, ratio=o.straggler_ratio).slow
 
 
-def test_one_of_two_ranks() -> None:
-    assert slow([0.1, 0.2]) == [1]
-    assert slow([0.1, 0.105]) == []
+def noisy(seed: int, deviation: float, **slower: float) -> list[float]:
+    """64 ranks around 0.1 s, and how long ``rankN`` takes instead."""
+    noise = random.Random(seed)
+    seconds = [abs(noise.gauss(0.1, deviation)) for _ in range(64)]
+    for name, value in slower.items():
+        seconds[int(name.removeprefix("rank"))] = value
+    return seconds
 
 
-def test_two_of_many_slowest_first() -> None:
-    noise = random.Random(3)
-    seconds = [0.1 + noise.gauss(0, 0.002) for _ in range(64)]
-    assert slow(seconds) == []
-    seconds[5], seconds[40] = 0.15, 0.3
-    assert slow(seconds) == [40, 5]
-
-
-def test_ranks_that_differ_widely_are_no_stragglers() -> None:
-    noise = random.Random(3)
-    assert slow([abs(noise.gauss(0.1, 0.03)) for _ in range(64)]) == []
-
-
-def test_less_than_a_millisecond_is_nothing() -> None:
-    assert slow([1e-5] * 7 + [5e-4]) == []
+@pytest.mark.parametrize(
+    ("seconds", "found"),
+    [
+        ([0.1, 0.2], [1]),
+        ([0.1, 0.105], []),
+        (noisy(3, 0.002), []),
+        (noisy(3, 0.002, rank5=0.15, rank40=0.3), [40, 5]),  # slowest first
+        (noisy(3, 0.03), []),  # ranks that differ widely
+        ([1e-5] * 7 + [5e-4], []),  # less than a millisecond
+    ],
+)
+def test_stragglers(seconds, found):
+    assert slow(seconds) == found
 
 
 # ----------------------------------------------------------------------------------- crash ledger
@@ -173,7 +176,10 @@ def crash(
             ledger.record_error(run_dir, rank, error)
 
 
-def test_a_crash_leaves_step_rank_host_code_and_traceback(tmp_path: Path) -> None:
+repeated = partial(ledger.repeated, limit=3, job_id="77", folder="77.0.1")
+
+
+def test_a_crash_leaves_step_rank_host_code_and_traceback(tmp_path):
     crash(tmp_path, 12, rank=3)
     (entry,) = ledger.read(tmp_path)
     assert (entry["step"], entry["phase"], entry["rank"]) == (12, "forward", 3)
@@ -182,45 +188,41 @@ def test_a_crash_leaves_step_rank_host_code_and_traceback(tmp_path: Path) -> Non
     assert "in crash" in entry["traceback"]
 
 
-def test_a_refused_directory_gets_no_line(tmp_path: Path) -> None:
+def test_a_refused_directory_gets_no_line(tmp_path):
     """The run in it may be somebody else's."""
     ledger.record_error(tmp_path, 0, ConfigError([]))
     ledger.record_error(tmp_path, 0, KeyboardInterrupt())
     assert not (tmp_path / ledger.FILE).exists()
 
 
-def test_three_crashes_at_one_step_stop_the_run(tmp_path: Path) -> None:
+def test_three_crashes_at_one_step_stop_the_run(tmp_path):
     for n in range(3):
-        assert ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77", folder="77.0.1") is None
+        assert repeated(ledger.read(tmp_path)) is None
         for rank in (0, 1):
             crash(tmp_path, 12 - (rank == 1), restart=n, rank=rank)  # ranks are a step apart
-    report = ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77", folder="77.0.1")
+    report = repeated(ledger.read(tmp_path))
     assert report is not None and report.startswith("step 12 crashed 3 times in a row")
     assert report.count("RuntimeError: broken on rank") == 6
-    assert (
-        ledger.repeated(ledger.read(tmp_path), limit=3, job_id="78", folder="77.0.1") is None
-    )  # another job
+    assert repeated(ledger.read(tmp_path), job_id="78") is None  # another job
 
 
-def test_progress_between_crashes_is_hope(tmp_path: Path) -> None:
+def test_progress_between_crashes_is_hope(tmp_path):
     for n, step in enumerate((12, 12, 14, 12, 12)):
         crash(tmp_path, step, restart=n)
-    assert ledger.repeated(ledger.read(tmp_path), limit=3, job_id="77", folder="77.0.1") is None
+    assert repeated(ledger.read(tmp_path)) is None
 
 
-def test_crashes_of_other_attempts_are_the_batch_script_s_to_count(tmp_path: Path) -> None:
+def test_crashes_of_other_attempts_are_the_batch_script_s_to_count(tmp_path):
     """What went well between them leaves no line: days of training and a stop at a time limit."""
     for n in range(3):
         crash(tmp_path, 0, attempt=f"77.{n}.1")
     entries = ledger.read(tmp_path)
     assert len(entries) == 3
     for n in range(3):
-        assert ledger.repeated(entries, limit=3, job_id="77", folder=f"77.{n}.1") is None
+        assert repeated(entries, folder=f"77.{n}.1") is None
 
 
-def test_only_a_launcher_that_asks_is_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_launcher_that_asks_is_answered(tmp_path, monkeypatch):
     for n in range(3):
         crash(tmp_path, 12, restart=n)
     monkeypatch.setenv("SLURM_JOB_ID", "77")
@@ -232,7 +234,7 @@ def test_only_a_launcher_that_asks_is_answered(
     assert ledger.check(tmp_path) is None
 
 
-def test_torn_lines_and_unwritable_directories_do_no_harm(tmp_path: Path) -> None:
+def test_torn_lines_and_unwritable_directories_do_no_harm(tmp_path):
     crash(tmp_path, 1)
     with (tmp_path / ledger.FILE).open("a") as out:
         out.write('{"step": 3, "att')
@@ -255,18 +257,19 @@ def test_torn_lines_and_unwritable_directories_do_no_harm(tmp_path: Path) -> Non
     ({"spike": SpikeConfig(action="rewind", rewind_margin=5000)}, "faults.spike.rewind_margin"),
     ({"spike": SpikeConfig(max_rewinds=0)}, "faults.spike.max_rewinds"),
 ])  # fmt: skip
-def test_problems(values: dict[str, Any], path: str) -> None:
+def test_problems(values, path):
     run = run_config(faults=values)
     assert path in [p.path for p in checks.problems(run, ["faults"])]
 
 
-def test_rewind_needs_checkpoints() -> None:
+def test_rewind_needs_checkpoints_and_the_defaults_are_fine():
     run = run_config(faults={"spike": SpikeConfig(action="rewind")}, checkpoint={"interval": None})
     (problem,) = checks.problems(run, ["faults"])
     assert "set checkpoint.interval" in problem.message
+    assert list(checks.problems(run_config(), ["faults"])) == []
 
 
-def test_a_torn_line_of_the_ledger_swallows_no_other(tmp_path: Path) -> None:
+def test_a_torn_line_of_the_ledger_swallows_no_other(tmp_path):
     """A rank that is killed while it writes, and the lines of the others after it."""
     file = tmp_path / ledger.FILE
     ledger.record(tmp_path, rank=0, exit_code=1, error="first")
@@ -277,7 +280,7 @@ def test_a_torn_line_of_the_ledger_swallows_no_other(tmp_path: Path) -> None:
     assert len(file.read_text().splitlines()) == 3
 
 
-def test_a_torn_line_of_the_spikes_swallows_no_other(tmp_path: Path) -> None:
+def test_a_torn_line_of_the_spikes_swallows_no_other(tmp_path):
     """And where the disk is full half a line is left to nobody."""
     file = tmp_path / FILE
     file.write_text('{"step": 3, "lo')
@@ -293,8 +296,3 @@ def test_a_torn_line_of_the_spikes_swallows_no_other(tmp_path: Path) -> None:
     policy.close()
     torn, *lines = file.read_text().splitlines()
     assert torn == '{"step": 3, "lo' and [json.loads(line)["step"] for line in lines] == [5, 7]
-
-
-def test_the_defaults_are_fine() -> None:
-    run = run_config()
-    assert list(checks.problems(run, ["faults"])) == []

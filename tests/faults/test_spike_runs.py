@@ -13,17 +13,12 @@ from megatron_patch.stability import record
 
 pytestmark = pytest.mark.multiprocess
 
-WATCH = (
-    "training.deterministic=true",
-    "training.train_steps=12",
-    "model.num_layers=1",
-    "training.global_batch_size=2",
-    "model.hidden_dropout=0.1",
-    "faults.spike.window=8",
-    "faults.spike.min_history=4",
-    "checkpoint.interval=3",
-    "checkpoint.keep_last=null",
-)
+_WATCH = """
+    training.deterministic=true training.train_steps=12 model.num_layers=1
+    training.global_batch_size=2 model.hidden_dropout=0.1 faults.spike.window=8
+    faults.spike.min_history=4 checkpoint.interval=3 checkpoint.keep_last=null
+"""
+WATCH = tuple(_WATCH.split())
 SPIKE = {"step": 8, "times": 1}
 OFF_INTERVAL = ("faults.spike.rewind_margin=3", "checkpoint.keep_last=2")
 SKIPPED = {"windows": [[6, 2]], "rewinds": 1}
@@ -81,7 +76,7 @@ def entries(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_record_names_step_samples_and_attention_and_trains_on(two: Any, folder: Path) -> None:
+def test_record_names_step_samples_and_attention_and_trains_on(two, folder):
     (entry,) = entries(folder, "record")
     assert (entry["step"], entry["global_batch"]) == (8, 7)
     assert [s["sample"] for s in entry["samples"]] == [14, 15]
@@ -92,7 +87,7 @@ def test_record_names_step_samples_and_attention_and_trains_on(two: Any, folder:
     assert metrics(folder / "runs" / "record")[12]["skipped"] == "0"
 
 
-def test_skip_drops_that_update_on_all_ranks(two: Any, folder: Path) -> None:
+def test_skip_drops_that_update_on_all_ranks(two, folder):
     rows = metrics(folder / "runs" / "skip")
     assert [rows[s]["skipped"] for s in (7, 8, 12)] == ["0", "1", "1"]
     assert float(rows[8]["grad_norm"]) > 1e3
@@ -100,16 +95,14 @@ def test_skip_drops_that_update_on_all_ranks(two: Any, folder: Path) -> None:
     assert len(entries(folder, "skip")) == 1
 
 
-def test_a_resumed_run_decides_like_an_unbroken_one(two: Any, folder: Path) -> None:
+def test_a_resumed_run_decides_like_an_unbroken_one(two, folder):
     """The spike comes one step after the resume: only the saved history can tell."""
     assert two["skip stopped"][0]["step"] == 7
     assert weights(two["skip resumed"]) == weights(two["skip"])
     assert figures(folder / "runs" / "skip_broken") == figures(folder / "runs" / "skip")
 
 
-def test_rewind_equals_an_unbroken_run_that_leaves_the_same_batches_out(
-    two: Any, folder: Path
-) -> None:
+def test_rewind_equals_an_unbroken_run_that_leaves_the_same_batches_out(two, folder):
     assert [r["code"] for n in ("rewind", "same list") for r in two[n]] == [0, 0, 0, 0]
     assert json.loads((folder / "runs" / "rewind" / "skipped_batches.json").read_text()) == SKIPPED
     assert weights(two["rewind"]) == weights(two["same list"])
@@ -117,20 +110,20 @@ def test_rewind_equals_an_unbroken_run_that_leaves_the_same_batches_out(
     assert weights(two["rewind"]) != weights(two["record"])
 
 
-def test_rewind_with_background_saves_and_overlapped_communication(two: Any, folder: Path) -> None:
+def test_rewind_with_background_saves_and_overlapped_communication(two, folder):
     done = folder / "runs" / "overlap" / "skipped_batches.json"
     assert json.loads(done.read_text()) == SKIPPED
     assert weights(two["overlap"]) == weights(two["overlap listed"])
     assert figures(folder / "runs" / "overlap") == figures(folder / "runs" / "overlap_listed")
 
 
-def test_resume_after_a_rewind_is_bitwise(two: Any, folder: Path) -> None:
+def test_resume_after_a_rewind_is_bitwise(two, folder):
     assert two["stopped after"][0]["step"] == 10
     assert weights(two["resumed after"]) == weights(two["rewind"])
     assert figures(folder / "runs" / "rewind_broken") == figures(folder / "runs" / "rewind")
 
 
-def test_a_rewind_moves_aside_and_deletes_nothing(two: Any, folder: Path) -> None:
+def test_a_rewind_moves_aside_and_deletes_nothing(two, folder):
     rows = (folder / "runs" / "rewind" / "metrics.csv").read_text().splitlines()
     told = [tuple(row.split(",")[:2]) for row in rows[1:]]
     # Step 8 had no update to record before the rewind.
@@ -143,14 +136,14 @@ def test_a_rewind_moves_aside_and_deletes_nothing(two: Any, folder: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["at_once", "narrow"])
-def test_a_rewind_loses_no_record_of_a_step_that_stays(two: Any, folder: Path, name: str) -> None:
+def test_a_rewind_loses_no_record_of_a_step_that_stays(two, folder, name):
     """The record of step 6 is still on its way when step 7 spikes; that of 7 is not kept for 8."""
     log = log_of(folder, name)
     assert "going back to step 6;" in log
     assert record.read(folder / "runs" / name).steps.tolist() == list(range(1, 13))
 
 
-def test_margin_and_width_choose_the_window(two: Any, folder: Path) -> None:
+def test_margin_and_width_choose_the_window(two, folder):
     narrow = json.loads((folder / "runs" / "narrow" / "skipped_batches.json").read_text())
     assert narrow == {"windows": [[7, 1]], "rewinds": 1}
     margin = json.loads((folder / "runs" / "margin" / "skipped_batches.json").read_text())
@@ -159,14 +152,14 @@ def test_margin_and_width_choose_the_window(two: Any, folder: Path) -> None:
     assert (saved / "step_00000006.attempt-2").is_dir()
 
 
-def test_a_graceful_stop_leaves_the_checkpoint_a_rewind_goes_to(two: Any, folder: Path) -> None:
+def test_a_graceful_stop_leaves_the_checkpoint_a_rewind_goes_to(two, folder):
     """Of 3, 6 and 7 the last two are kept, and 3, which the margin asks for."""
     assert [r["code"] for r in two["off resumed"]] == [0, 0]
     off = json.loads((folder / "runs" / "off" / "skipped_batches.json").read_text())
     assert off == {"windows": [[3, 5]], "rewinds": 1}
 
 
-def test_without_a_checkpoint_the_update_is_dropped_and_said(two: Any, folder: Path) -> None:
+def test_without_a_checkpoint_the_update_is_dropped_and_said(two, folder):
     assert two["early"][0]["code"] == 0
     log = log_of(folder, "early")
     why = "there is no good checkpoint of step 4 or before to go back to"
@@ -174,7 +167,7 @@ def test_without_a_checkpoint_the_update_is_dropped_and_said(two: Any, folder: P
     assert metrics(folder / "runs" / "early")[12]["skipped"] == "1"
 
 
-def test_rewinds_are_bounded(two: Any, folder: Path) -> None:
+def test_rewinds_are_bounded(two, folder):
     assert [r["code"] for r in two["again"]] == [7, 7]
     assert "faults.spike.max_rewinds (2) are used up" in two["again"][0]["error"]
     skipped = json.loads((folder / "runs" / "again" / "skipped_batches.json").read_text())

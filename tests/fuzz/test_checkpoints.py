@@ -143,15 +143,11 @@ def damaged(pristine: dict[bool, Path], work: Path, damage: Damage, rng: random.
 
 @examples(4, 40)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_refused(
-    pristine: dict[bool, Path], tmp_path: Path, damage: Damage, count: int
-) -> None:
+def test_damage_is_refused(pristine, tmp_path, damage, count):
     fuzz(lambda rng: damaged(pristine, tmp_path / "work", damage, rng), count, rng=randoms)
 
 
-def test_the_hash_is_what_catches_a_flipped_bit(
-    pristine: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hash_is_what_catches_a_flipped_bit(pristine, tmp_path, monkeypatch):
     """Without hashing the same damage is accepted: the test above can fail."""
     from megatron_patch.checkpoint import store
 
@@ -185,7 +181,7 @@ def save_on_full_disk(store: CheckpointStore) -> str:
     [0.0, 0.3, 0.6, 0.85, 1.0]
     + [pytest.param(n / 20, marks=pytest.mark.slow) for n in range(1, 20)],
 )
-def test_full_disk(tmp_path: Path, share: float) -> None:
+def test_full_disk(tmp_path, share):
     """Room for nothing ... room for all: the save fails in words or succeeds, step 100 stays."""
     room = int(share * (sum(SHARDS.values()) + 256 * 1024))
     folder = tmp_path / "disk"
@@ -265,13 +261,13 @@ POINTS = range(1, 51, 7)
 
 
 @pytest.mark.parametrize("at", POINTS)
-def test_kill_before_a_call_that_touches_the_disk(work: Path, at: int) -> None:
+def test_kill_before_a_call_that_touches_the_disk(work, at):
     killed, _ = killed_save(work, at=at)
     assert killed
     check_after_kill(work)
 
 
-def test_kill_points_reach_every_phase(work: Path) -> None:
+def test_kill_points_reach_every_phase(work):
     """A save that is not killed makes more calls than the last kill point above."""
     killed, calls = killed_save(work)
     assert not killed and POINTS[-1] < calls < POINTS[-1] + 30
@@ -280,7 +276,7 @@ def test_kill_points_reach_every_phase(work: Path) -> None:
 
 
 @pytest.mark.slow
-def test_kill_before_every_call(pristine: dict[bool, Path], tmp_path: Path) -> None:
+def test_kill_before_every_call(pristine, tmp_path):
     for at in range(1, 1000):
         work = tmp_path / str(at)
         shutil.copytree(pristine[False], work)

@@ -241,7 +241,7 @@ def outcome(path: Path, sets: list[str]) -> str:
 
 
 @examples(80, 2000)
-def test_a_broken_file_is_refused_or_loads_the_same(tmp_path: Path, count: int) -> None:
+def test_a_broken_file_is_refused_or_loads_the_same(tmp_path, count):
     counts: Counter[str] = Counter()
 
     def check(rng: Random) -> None:
@@ -256,7 +256,7 @@ def test_a_broken_file_is_refused_or_loads_the_same(tmp_path: Path, count: int) 
 
 
 @examples(4, 200)
-def test_the_command_line_ends_with_0_or_2(tmp_path: Path, count: int) -> None:
+def test_the_command_line_ends_with_0_or_2(tmp_path, count):
     def check(rng: Random) -> None:
         data, sets = example(rng)
         path = tmp_path / "case.yaml"

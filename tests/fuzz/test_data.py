@@ -100,7 +100,7 @@ def copy_of(corpora: Path) -> Path:
 
 @examples(4, 30)
 @pytest.mark.parametrize("kind", EDITS)
-def test_damage_is_refused_by_name(corpora: Path, kind: str, count: int) -> None:
+def test_damage_is_refused_by_name(corpora, kind, count):
     edit, endings = EDITS[kind]
 
     def check(rng: random.Random) -> None:
@@ -122,7 +122,7 @@ def test_damage_is_refused_by_name(corpora: Path, kind: str, count: int) -> None
     fuzz(check, count, rng=randoms)
 
 
-def test_the_intact_copy_passes_and_a_foreign_tokenizer_does_not(corpora: Path) -> None:
+def test_the_intact_copy_passes_and_a_foreign_tokenizer_does_not(corpora):
     prefix = copy_of(corpora)
     verify(prefix)
     with pytest.raises(DataError, match=str(prefix)):

@@ -21,7 +21,7 @@ from golden import record
 
 
 @pytest.mark.parametrize("part", record.PARTS)
-def test_same_as_recorded(part: str, tmp_path: Path) -> None:
+def test_same_as_recorded(part, tmp_path):
     stored = json.loads((record.STORED / f"{part}.json").read_text())
     found = record.PARTS[part](record.ROOT, new(tmp_path / "tree"))
     here = record.holds_for(part)
@@ -46,7 +46,7 @@ def test_same_as_recorded(part: str, tmp_path: Path) -> None:
         warnings.warn(f"{part}: the stored result does not hold here either", stacklevel=1)
 
 
-def test_every_difference_is_told() -> None:
+def test_every_difference_is_told():
     old = {"metrics": {"1": {"loss": "5.1"}, "2": {"loss": "4.0"}}, "lines": ["a", "b"]}
     new = {"metrics": {"1": {"loss": "5.2"}}, "lines": ["a", "c", "d"]}
     assert list(differences(old, old)) == []

@@ -162,9 +162,7 @@ atexit.register(slowly)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stop_that_comes_late_does_not_kill_a_rank_that_has_ended(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_stop_that_comes_late_does_not_kill_a_rank_that_has_ended(tmp_path, number):
     """It reaches one node later than another, or is sent again, while an interpreter ends."""
     (tmp_path / "program.py").write_text(LEAVES)
     environment = os.environ | {"RANK": "0", "MEGATRON_PATCH_ATTEMPT_DIR": str(tmp_path)}
@@ -222,7 +220,7 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_a_rank_that_cannot_answer_leaves_word_of_term(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_answer_leaves_word_of_term(tmp_path):
     """torchrun sends TERM to the others when a rank dies: they are not the ones that died."""
     (tmp_path / "asked").mkdir()
     (tmp_path / "asked" / "00000").write_text("99\n")  # the rank before it, in the same attempt
@@ -233,7 +231,7 @@ def test_a_rank_that_cannot_answer_leaves_word_of_term(tmp_path: Path) -> None:
         assert process.poll() is None and not (tmp_path / "exit").exists()
 
 
-def test_term_of_a_forked_reader_is_not_the_ranks(tmp_path: Path) -> None:
+def test_term_of_a_forked_reader_is_not_the_ranks(tmp_path):
     with waiting_rank(tmp_path) as (process, child):
         os.kill(child, signal.SIGTERM)
         time.sleep(1.0)

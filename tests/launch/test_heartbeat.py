@@ -1,7 +1,5 @@
 """The file in which the first rank says how far the run is."""
 
-from __future__ import annotations
-
 from megatron_patch.runtime.heartbeat import VARIABLE, Heartbeat
 
 

@@ -66,7 +66,7 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-def test_a_killed_rank_and_a_hang_are_restarted(corpus: Path, node: Nodes, tmp_path: Path) -> None:
+def test_a_killed_rank_and_a_hang_are_restarted(corpus, node, tmp_path):
     for restart, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
         pid = node.wait(lambda restart=restart: node.rank(1, restart))
         node.wait(lambda restart=restart: resumed(node, restart + 1))
@@ -81,7 +81,7 @@ def test_a_killed_rank_and_a_hang_are_restarted(corpus: Path, node: Nodes, tmp_p
     assert "rank 1 (" in summary.read_text().splitlines()[0]
 
 
-def test_a_data_error_is_not_started_again(node: Nodes) -> None:
+def test_a_data_error_is_not_started_again(node):
     assert node.ended() == [1]
     assert node.codes() == {"00000": "2", "00001": "2"}
     assert "not started again" in node.text(0)

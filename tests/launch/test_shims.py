@@ -1,7 +1,5 @@
 """The shipped batch script driven through shims of Slurm's commands: every end a job can have."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """``megatron-patch launch`` against shims of sbatch and squeue."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

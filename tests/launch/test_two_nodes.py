@@ -69,7 +69,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
         job.kill()
 
 
-def test_they_train_and_save(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_train_and_save(start, tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     job = start()
     assert job.ended() == [0, 0], job.words()
@@ -82,7 +82,7 @@ def test_they_train_and_save(start: Start, tmp_path: Path, monkeypatch: pytest.M
         assert "via NET/Socket" in job.text(0), "the second node was reached some other way"
 
 
-def test_a_rank_that_stops_is_found_and_named(start: Start, tmp_path: Path) -> None:
+def test_a_rank_that_stops_is_found_and_named(start, tmp_path):
     job = start("training.train_steps=100000", "checkpoint.interval=null")
     job.wait(lambda: "step 20" in re.sub(r"step +", "step ", job.text(0)))
     os.kill(job.rank(3), signal.SIGSTOP)
@@ -99,7 +99,7 @@ def test_a_rank_that_stops_is_found_and_named(start: Start, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("start", [ON_GPUS], indirect=True)
-def test_the_guard_switches_every_rank(start: Start, tmp_path: Path) -> None:
+def test_the_guard_switches_every_rank(start, tmp_path):
     """Every error of delta is danger by this rule, so that plain numerics last two records."""
     job = start(
         "attention.stabilizer=none", "stability.guard=switch", "stability.rule.danger_error=1.0e-9",

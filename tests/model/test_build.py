@@ -1,7 +1,5 @@
 """Every model variant is built from the configuration and trains a step on the CPU."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -15,12 +15,7 @@ from megatron_cpu import CP, DIST, EP, MLA, PP, QUERY_MLA, SP, TP, VP, tiny_run
 from megatron_patch.config import checks
 from megatron_patch.config.checks.model import problems
 from megatron_patch.model.transformer_config import transformer_config
-from megatron_patch.schema.model import (
-    MoEConfig,
-    MTPConfig,
-    RopeScalingConfig,
-    ffn_hidden_size,
-)
+from megatron_patch.schema.model import MoEConfig, MTPConfig, RopeScalingConfig, ffn_hidden_size
 from megatron_patch.schema.training import RecomputeConfig
 
 LEARNED = "learned_absolute"

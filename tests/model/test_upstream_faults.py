@@ -3,8 +3,6 @@
 Those that can be reached are compared with one rank in tests/training/test_compositions.py.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -14,12 +14,12 @@ def brute_context(s: int, left: int) -> float:
 
 @pytest.mark.parametrize("s", [1, 7, 64])
 @pytest.mark.parametrize("left", [-1, 0, 1, 5, 63, 64, 1000])
-def test_mean_context_counts_unmasked_keys(s: int, left: int) -> None:
+def test_mean_context_counts_unmasked_keys(s, left):
     assert mean_context(s, (left, 0)) == pytest.approx(brute_context(s, left))
     assert mean_context(s) == (s + 1) / 2
 
 
-def test_gpt2_small_by_hand() -> None:
+def test_gpt2_small_by_hand():
     """12 h^2 weights a layer (4 attention, 8 MLP), 2 FLOPs each, 4 h c for the scores, 2 h V."""
     h, layers, s, v = 768, 12, 1024, 50304
     run = run_config(
@@ -36,7 +36,7 @@ def test_gpt2_small_by_hand() -> None:
     assert flops_per_token(run, vocab_size=v) == pytest.approx(3 * forward)
 
 
-def test_matrix_products_agree_with_pytorch_counter() -> None:
+def test_matrix_products_agree_with_pytorch_counter():
     """The projections of a GQA + SwiGLU layer, counted by torch.utils.flop_counter."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -63,7 +63,7 @@ def test_matrix_products_agree_with_pytorch_counter() -> None:
     assert found == pytest.approx(3 * (counter.get_total_flops() / tokens + scores))
 
 
-def test_mixture_counts_active_experts_only() -> None:
+def test_mixture_counts_active_experts_only():
     dense = run_config(model={"activation": "gelu", "ffn_hidden_size": 128})
     sparse = run_config(
         model={
@@ -81,7 +81,7 @@ def test_mixture_counts_active_experts_only() -> None:
     assert [is_moe_layer([0, 1], n) for n in (1, 2)] == [False, True]
 
 
-def test_latent_attention_and_extra_depths_by_hand() -> None:
+def test_latent_attention_and_extra_depths_by_hand():
     h, q, s, v, f = 64, 4, 32, 256, 128
     mla = MLAConfig(
         q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=12
@@ -96,7 +96,7 @@ def test_latent_attention_and_extra_depths_by_hand() -> None:
     assert flops_per_token(run, vocab_size=v) == pytest.approx(3 * (layer + 2 * h * v + 2 * depth))
 
 
-def test_window_layers_are_cheaper() -> None:
+def test_window_layers_are_cheaper():
     full = run_config(model={"seq_length": 1024})
     local = run_config(model={"seq_length": 1024, "window": [63, 0], "window_skip_freq": 2})
     h = 64

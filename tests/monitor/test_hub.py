@@ -5,7 +5,6 @@ import io
 import re
 import sys
 import types
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-def test_console_line_has_fixed_order_and_leaves_out_what_is_absent() -> None:
+def test_console_line_has_fixed_order_and_leaves_out_what_is_absent():
     full = metrics(7, tokens_per_s=1234.5, tflops_per_device=400.0, mfu=0.4, memory_gib=12.0)
     line = console_line(full, train_steps=100, seconds_left=3725)
     assert line == (
@@ -39,7 +38,7 @@ def test_console_line_has_fixed_order_and_leaves_out_what_is_absent() -> None:
     assert "MFU" not in console_line(metrics(7), train_steps=100, seconds_left=None)
 
 
-def test_duration() -> None:
+def test_duration():
     assert [duration(s) for s in (0, 59.6, 3600, 90061)] == [
         "0:00:00",
         "0:01:00",
@@ -48,7 +47,7 @@ def test_duration() -> None:
     ]
 
 
-def test_csv_keeps_every_bit(tmp_path: Path) -> None:
+def test_csv_keeps_every_bit(tmp_path):
     value = 5.982365131378174
     sink = CsvSink(tmp_path / "metrics.csv")
     sink.log(metrics(1, loss=value, extra={"b": 2.0, "a": 1.0}))
@@ -69,9 +68,7 @@ LOSS_RENAMED = ("loss,", "lossx,")
     (lambda text: text.replace(*LOSS_RENAMED, 1), "gets the columns loss, empty up to step 4"),
     (lambda text: text, None),
 ])  # fmt: skip
-def test_what_a_resume_does_not_find_is_told_in_one_line(
-    damage: Callable[[str], str | None], line: str | None, tmp_path: Path
-) -> None:
+def test_what_a_resume_does_not_find_is_told_in_one_line(damage, line, tmp_path):
     path, out = tmp_path / "metrics.csv", io.StringIO()
     sink = CsvSink(path)
     for step in (1, 2, 3, 4):
@@ -93,7 +90,7 @@ def test_what_a_resume_does_not_find_is_told_in_one_line(
         assert [row["lossx"] for row in found] == ["5.0", "2.5", "1.6666666666666667", "1.25", ""]
 
 
-def test_a_run_that_starts_from_another_one_s_checkpoint_lacks_nothing(tmp_path: Path) -> None:
+def test_a_run_that_starts_from_another_one_s_checkpoint_lacks_nothing(tmp_path):
     out = io.StringIO()
     monitor = Monitor(run_config(logging={"tensorboard": False}), tmp_path, stream=out)
     monitor.start(1000)
@@ -101,7 +98,7 @@ def test_a_run_that_starts_from_another_one_s_checkpoint_lacks_nothing(tmp_path:
     assert out.getvalue() == ""
 
 
-def test_a_resume_repeats_rows_as_another_attempt(tmp_path: Path) -> None:
+def test_a_resume_repeats_rows_as_another_attempt(tmp_path):
     path = tmp_path / "metrics.csv"
     first = CsvSink(path)
     for step in (1, 2, 3, 4):
@@ -121,7 +118,7 @@ def test_a_resume_repeats_rows_as_another_attempt(tmp_path: Path) -> None:
     assert told == [("1", "5.0"), ("2", "2.5"), ("3", "9.0")]
 
 
-def test_monitor_writes_console_log_csv_and_events(tmp_path: Path) -> None:
+def test_monitor_writes_console_log_csv_and_events(tmp_path):
     out = io.StringIO()
     monitor = Monitor(run_config(), tmp_path, stream=out)
     monitor.start(0)
@@ -138,7 +135,7 @@ def test_monitor_writes_console_log_csv_and_events(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_disk_costs_records_and_not_the_run(kind: str, tmp_path: Path) -> None:
+def test_a_full_disk_costs_records_and_not_the_run(kind, tmp_path):
     """What is in the files is whole, what is missing is told once and counted."""
     with disk(tmp_path / "disk", kind) as small:
         run = small.folder / "run"
@@ -175,7 +172,7 @@ def test_a_full_disk_costs_records_and_not_the_run(kind: str, tmp_path: Path) ->
         assert {1, 202} <= {step for step, _ in points} and len(points) < 100
 
 
-def test_going_back_on_a_full_disk(tmp_path: Path) -> None:
+def test_going_back_on_a_full_disk(tmp_path):
     with disk(tmp_path / "disk", "limit") as small:
         monitor = Monitor(run_config(), small.folder, stream=io.StringIO())
         monitor.start(0)
@@ -203,7 +200,7 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_progress_bar_on_request(tmp_path: Path) -> None:
+def test_progress_bar_on_request(tmp_path):
     out = io.StringIO()
     monitor = Monitor(run_config(logging={"progress": "on", "tensorboard": False}), tmp_path,
                       stream=out)  # fmt: skip
@@ -215,7 +212,7 @@ def test_progress_bar_on_request(tmp_path: Path) -> None:
     assert "/20" in out.getvalue() and "step  8/20" in out.getvalue()
 
 
-def test_inactive_monitor_writes_nothing(tmp_path: Path) -> None:
+def test_inactive_monitor_writes_nothing(tmp_path):
     monitor = Monitor(run_config(), tmp_path / "no", active=False)
     monitor.start(0)
     monitor.say("x")
@@ -224,7 +221,7 @@ def test_inactive_monitor_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
 
 
-def test_wandb_missing_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_missing_is_a_clear_error(tmp_path, monkeypatch):
     from megatron_patch.schema.logging import WandbConfig
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -234,17 +231,12 @@ def test_wandb_missing_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
     monitor.close()
 
 
-def test_logging_section_problems() -> None:
+def test_logging_section_problems():
     run = run_config(logging={"interval": 0, "peak_tflops": -1.0})
-    assert [p.path for p in run.logging.problems()] == [
-        "logging.interval",
-        "logging.peak_tflops",
-    ]
+    assert [p.path for p in run.logging.problems()] == ["logging.interval", "logging.peak_tflops"]
 
 
-def test_a_server_of_wandb_that_is_away_stops_no_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_of_wandb_that_is_away_stops_no_restart(tmp_path, monkeypatch):
     """Its error is none of the system's; at the first start it is most likely the user's."""
     from megatron_patch.schema.logging import WandbConfig
 

@@ -22,5 +22,5 @@ from megatron_patch.monitor.peaks import peak_tflops
     ("NVIDIA GeForce GTX 1080", None),
     ("", None),
 ])  # fmt: skip
-def test_known_names(name: str, peak: float | None) -> None:
+def test_known_names(name, peak):
     assert peak_tflops(name) == peak

@@ -28,12 +28,12 @@ def on_two_ranks(work: Callable[[], Any], *errors: type[Exception]) -> list[Any]
     return found
 
 
-def test_the_first_rank_alone_does_the_work() -> None:
+def test_the_first_rank_alone_does_the_work():
     calls = iter([{"step": 3}])
     assert on_two_ranks(lambda: next(calls)) == [{"step": 3}] * 2
 
 
-def test_a_damaged_list_of_batches_is_the_same_problem_on_every_rank(tmp_path: Any) -> None:
+def test_a_damaged_list_of_batches_is_the_same_problem_on_every_rank(tmp_path):
     (tmp_path / skips.FILE).write_text('{"windows": 3}')
     found = on_two_ranks(lambda: skips.read(tmp_path), ValueError)
     assert [type(error) for error in found] == [ConfigError] * 2

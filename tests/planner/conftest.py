@@ -1,7 +1,5 @@
 """Megatron's warnings are not part of these tests."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 

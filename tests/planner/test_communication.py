@@ -1,7 +1,5 @@
 """Layout over nodes, and bytes per axis from the papers' formulas written out."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -4,8 +4,6 @@ Two things are turned off, because they cannot run on fake tensors: torch.compil
 early gathering of weights. Neither changes the other tensors. A minute and a half together.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import dry_run

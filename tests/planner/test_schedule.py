@@ -1,7 +1,5 @@
 """The order of passes, its number in flight, and the bubble."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -58,7 +58,7 @@ def test_it_fits(path):
         assert not plan_of(path, "h100", nodes_of(path)).fits
 
 
-def test_host_memory_of_a_save() -> None:
+def test_host_memory_of_a_save():
     """One node writes everything once: 12 bytes a parameter and the BF16 weights."""
     path = CONFIGS / "nodes" / "llama_8b_8k_1n.yaml"
     alone, eight = plan_of(path, "h100", 1), plan_of(path, "h100", 8)

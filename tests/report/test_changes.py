@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ def _alternating(step: int, scalars: dict[str, float], heads: dict[str, np.ndarr
     scalars["switched"] = 2051.0 if step >= 2050 else 0.0
 
 
-def test_of_many_changes_the_beginning_the_end_and_the_turns_are_shown(tmp_path: Path) -> None:
+def test_of_many_changes_the_beginning_the_end_and_the_turns_are_shown(tmp_path):
     steps = list(range(50, 3001, 50))
     run = make_run(tmp_path / "run", losses=[3.0])
     write_records(run, steps, _alternating)
@@ -45,14 +44,14 @@ def test_of_many_changes_the_beginning_the_end_and_the_turns_are_shown(tmp_path:
 
 
 @pytest.mark.parametrize("count", [1, 12, 13])
-def test_few_changes_are_all_shown(tmp_path: Path, count: int) -> None:
+def test_few_changes_are_all_shown(tmp_path, count):
     """Of thirteen one would be left out, whose place the line about it would take."""
     write_records(tmp_path, list(range(50, 50 * count + 1, 50)), _alternating)
     rows, total = changes(record.read(tmp_path))
     assert len(rows) == total == count and not [row for row in rows if row.step == "..."]
 
 
-def test_other_attention_after_a_resume_is_a_switch(tmp_path: Path) -> None:
+def test_other_attention_after_a_resume_is_a_switch(tmp_path):
     write_records(tmp_path, [50, 100])
     telemetry = record.read(tmp_path)
     telemetry.meta["earlier"] = [[70, "sdpa_flash/"]]

@@ -1,19 +1,15 @@
 """A stability panel with nothing to show says why."""
 
-from __future__ import annotations
-
 import fcntl
-from pathlib import Path
 
 import pytest
 from report_pages import FLAT, make_run, said, write_records
 
 
 @pytest.mark.parametrize(
-    ("steps", "expected"),
-    [(0, "metrics.csv has no step."), (17, "metrics.csv has steps 1 to 17.")],
+    ("steps", "expected"), [(0, "metrics.csv has no step."), (17, "metrics.csv has steps 1 to 17.")]
 )
-def test_why_there_is_no_record(tmp_path: Path, steps: int, expected: str) -> None:
+def test_why_there_is_no_record(tmp_path, steps, expected):
     run = make_run(tmp_path / "run", losses=FLAT[:steps])
     write_records(run, [])
     text = said(run)
@@ -21,7 +17,7 @@ def test_why_there_is_no_record(tmp_path: Path, steps: int, expected: str) -> No
     assert expected in text
 
 
-def test_a_run_that_goes_on_has_no_record_yet(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_has_no_record_yet(tmp_path):
     run = make_run(tmp_path / "run", losses=FLAT[:60])
     write_records(run, [])
     with (run / ".lock").open("w") as handle:
@@ -33,7 +29,7 @@ def test_a_run_that_goes_on_has_no_record_yet(tmp_path: Path) -> None:
     ("true", "though stability.enabled is true: it begins before the first step, and metrics"),
     ("false", "This run recorded no stability telemetry (stability.enabled)."),
 ])  # fmt: skip
-def test_telemetry_that_never_began(tmp_path: Path, enabled: str, expected: str) -> None:
+def test_telemetry_that_never_began(tmp_path, enabled, expected):
     run = make_run(tmp_path / "run", losses=[])
     (run / "config.yaml").write_text(f"stability:\n  enabled: {enabled}\n")
     assert expected in said(run)

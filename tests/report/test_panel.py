@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from megatron_patch.report.collect import collect
 from megatron_patch.stability import record
 
 
-def test_the_page_says_what_its_figures_mean(tmp_path: Path) -> None:
+def test_the_page_says_what_its_figures_mean(tmp_path):
     run = make_run(tmp_path / "run", losses=FLAT, telemetry=True)
     text = said(run)
     for definition in (
@@ -45,7 +44,7 @@ def _one_head_grows(step: int, scalars: dict[str, float], heads: dict[str, np.nd
     heads["wq_norm"][0, 0] = step
 
 
-def test_the_heads_of_the_first_danger_are_drawn_too(tmp_path: Path) -> None:
+def test_the_heads_of_the_first_danger_are_drawn_too(tmp_path):
     """Of random figures most are errors beyond any threshold."""
     run = make_run(tmp_path / "run", losses=FLAT, telemetry=True)
     found = record.read(run).verdicts()
@@ -73,9 +72,7 @@ def test_the_heads_of_the_first_danger_are_drawn_too(tmp_path: Path) -> None:
     ([1000], [], None),  # the last record itself
     ([], [], None),
 ])  # fmt: skip
-def test_whose_heads_are_drawn(
-    tmp_path: Path, dangers: list[int], watches: list[int], heading: str | None
-) -> None:
+def test_whose_heads_are_drawn(tmp_path, dangers, watches, heading):
     def change(step: int, scalars: dict[str, float], heads: dict[str, np.ndarray]) -> None:
         scalars["loss_mean"] = math.nan if step in dangers else 3.0
         heads["max_logit"][0, 0] = 2000 if step in watches else 1

@@ -7,7 +7,6 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ EXPLODED = FLAT + [7.0] * 120
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_nothing_of_a_run_becomes_markup(tmp_path: Path, hostile: str) -> None:
+def test_nothing_of_a_run_becomes_markup(tmp_path, hostile):
     log = f"2026-01-01 00:00:00 warning: {hostile}\n"
     name = hostile.encode("utf-8", "replace").decode()
     telemetry = hostile == HOSTILE[0]
@@ -53,7 +52,7 @@ def test_nothing_of_a_run_becomes_markup(tmp_path: Path, hostile: str) -> None:
 
 @given(st.text(), st.text())
 @settings(max_examples=80, deadline=None)
-def test_the_template_escapes_whatever_it_is_given(content: str, attribute: str) -> None:
+def test_the_template_escapes_whatever_it_is_given(content, attribute):
     template = report.environment().from_string('<p class="{{ a }}">{{ t }}</p>')
     made = checked(template.render(a=attribute, t=content))
     assert made.count == {"p": 1}
@@ -61,14 +60,14 @@ def test_the_template_escapes_whatever_it_is_given(content: str, attribute: str)
         assert "".join(made.text) == content
 
 
-def test_the_template_marks_nothing_as_safe() -> None:
+def test_the_template_marks_nothing_as_safe():
     source = (Path(report.__file__).parent / "report.html.j2").read_text()
     printed = re.findall(r"{[{%].*?[%}]}", source, re.DOTALL)
     assert len(printed) > 50
     assert not [one for one in printed if "safe" in one or "autoescape" in one]
 
 
-def test_a_run_with_telemetry(tmp_path: Path) -> None:
+def test_a_run_with_telemetry(tmp_path):
     run = make_run(tmp_path / "run", losses=FLAT, telemetry=True)
     (run / "FINISHED").write_text('{"step": 120}')
     assert app.run(["report", str(run)]) == 0
@@ -79,7 +78,7 @@ def test_a_run_with_telemetry(tmp_path: Path) -> None:
     assert 'content="default-src ' in (run / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_run_without_telemetry_and_one_that_explodes(tmp_path: Path) -> None:
+def test_a_run_without_telemetry_and_one_that_explodes(tmp_path):
     run = make_run(tmp_path / "run", losses=EXPLODED, log="2026-01-01 00:00:00 no end\n")
     said = " ".join(checked(report.render(collect(run))).text)
     assert "ended without a word after step 240" in said
@@ -87,7 +86,7 @@ def test_a_run_without_telemetry_and_one_that_explodes(tmp_path: Path) -> None:
     assert "recorded no stability telemetry" in said
 
 
-def test_an_explosion_leaves_something_to_see_of_the_steps_before() -> None:
+def test_an_explosion_leaves_something_to_see_of_the_steps_before():
     """Curves that span orders of magnitude are logarithmic, where they can be."""
     nan = math.nan
     assert report.spreads([2.0, nan, 300.0])
@@ -95,7 +94,7 @@ def test_an_explosion_leaves_something_to_see_of_the_steps_before() -> None:
         assert not report.spreads(values)
 
 
-def test_a_long_list_of_events_is_read_from_its_end(tmp_path: Path) -> None:
+def test_a_long_list_of_events_is_read_from_its_end(tmp_path):
     """Where the tail begins is in the middle of a line: nothing is wrong with the file."""
     run = make_run(tmp_path / "run", losses=FLAT)
     entry = json.dumps({"step": 7, "loss": 9.5, "samples": "x" * 5000}) + "\n"
@@ -105,7 +104,7 @@ def test_a_long_list_of_events_is_read_from_its_end(tmp_path: Path) -> None:
     assert any("spikes" in text for _, text in facts.events)
 
 
-def test_validation_is_judged_against_its_own_lowest(tmp_path: Path) -> None:
+def test_validation_is_judged_against_its_own_lowest(tmp_path):
     def said(values: list[float]) -> tuple[str, str]:
         run = make_run(tmp_path / f"run{len(values)}{values[-1]}", losses=FLAT)
         facts = collect(run)
@@ -117,7 +116,7 @@ def test_validation_is_judged_against_its_own_lowest(tmp_path: Path) -> None:
     assert said([3.4, 3.3])[0] == "good" and said([3.4, 7.05])[0] == "bad"
 
 
-def test_events_of_other_rooms(tmp_path: Path) -> None:
+def test_events_of_other_rooms(tmp_path):
     run = make_run(tmp_path / "run", losses=FLAT)
     spike = {"step": 77, "loss": 9.5, "samples": [1, 2], "text": ""}
     (run / "spikes.jsonl").write_text(json.dumps(spike) + "\n")
@@ -130,7 +129,7 @@ def test_events_of_other_rooms(tmp_path: Path) -> None:
     ]
 
 
-def test_states(tmp_path: Path) -> None:
+def test_states(tmp_path):
     ends = {
         "stopped": "stopped gracefully after step 5: received SIGTERM; the same command continues",
         "non-finite": "stopped by NonFiniteError: step 6: loss not finite",
@@ -158,9 +157,7 @@ def graded(run: Path) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("what", "verb"), [("loss", "is"), ("gradients", "are")])
-def test_a_run_that_ended_not_finite_is_good_in_nothing_that_says_so(
-    tmp_path: Path, what: str, verb: str
-) -> None:
+def test_a_run_that_ended_not_finite_is_good_in_nothing_that_says_so(tmp_path, what, verb):
     """The step that ended it is in no row of metrics.csv: only the log knows it."""
     end = f"stopped by NonFiniteError: step 1121: {what} not finite; stopped before the update"
     run = make_run(tmp_path / "run", losses=FLAT, log=f"2026-01-01 00:00:00 {end}\n")
@@ -176,7 +173,7 @@ def test_a_run_that_ended_not_finite_is_good_in_nothing_that_says_so(
     assert found["Loss"][0] == found["Steps not finite"][0] == "bad"
 
 
-def test_one_loss_that_is_infinite_is_bad_though_it_came_back(tmp_path: Path) -> None:
+def test_one_loss_that_is_infinite_is_bad_though_it_came_back(tmp_path):
     run = make_run(tmp_path / "run", losses=[*FLAT[:70], math.inf, *FLAT[71:]])
     assert graded(run)["Loss"] == ("bad", "not finite at step 71")
 
@@ -187,7 +184,7 @@ def test_one_loss_that_is_infinite_is_bad_though_it_came_back(tmp_path: Path) ->
                                  "stopped gracefully after step 500: SIGTERM",
                                  "stopped by StabilityStop: danger",
                                  "stopped by OSError: disk"])  # fmt: skip
-def test_the_state_is_that_of_the_last_attempt(tmp_path: Path, begin: str, end: str) -> None:
+def test_the_state_is_that_of_the_last_attempt(tmp_path, begin, end):
     """An earlier attempt's last line says nothing about one that was killed later."""
 
     def state(name: str, *said: str) -> str:
@@ -202,9 +199,7 @@ def test_the_state_is_that_of_the_last_attempt(tmp_path: Path, begin: str, end: 
     assert state("quoted", begin, end, f"warning: {begin}") == alone
 
 
-def test_a_rescued_run_is_not_called_bad_and_is_judged_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rescued_run_is_not_called_bad_and_is_judged_once(tmp_path, monkeypatch):
     from megatron_patch.stability import history, record
     from megatron_patch.stability.names import HEAD_METRICS
     from megatron_patch.stability.warning import Rule
@@ -232,7 +227,7 @@ def test_a_rescued_run_is_not_called_bad_and_is_judged_once(
     assert "first danger at step 2,200" in found.text and "after step 2,201" in found.text
 
 
-def test_an_experiment_is_told_which_runs_it_has(tmp_path: Path) -> None:
+def test_an_experiment_is_told_which_runs_it_has(tmp_path):
     experiment = tmp_path / "experiment"
     for name in "fabdec":
         make_run(experiment / "runs" / name, losses=FLAT)
@@ -249,7 +244,7 @@ def test_an_experiment_is_told_which_runs_it_has(tmp_path: Path) -> None:
         collect(experiment / "logs")
 
 
-def test_a_young_a_torn_and_no_run(tmp_path: Path) -> None:
+def test_a_young_a_torn_and_no_run(tmp_path):
     young = tmp_path / "young"
     young.mkdir()
     with pytest.raises(ReportError, match="no run directory"):
@@ -286,7 +281,7 @@ def test_a_young_a_torn_and_no_run(tmp_path: Path) -> None:
     (lambda meta: meta | {"layers": math.inf}, "OverflowError"),
     (lambda meta: meta | {"head_metrics": meta["head_metrics"][::-1][1:]}, "no dv_sum"),
 ])  # fmt: skip
-def test_telemetry_of_another_making_is_a_note(tmp_path: Path, change: Any, said: str) -> None:
+def test_telemetry_of_another_making_is_a_note(tmp_path, change, said):
     run = make_run(tmp_path / "run", losses=FLAT, telemetry=True)
     file = run / "stability" / "meta.json"
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
@@ -297,7 +292,7 @@ def test_telemetry_of_another_making_is_a_note(tmp_path: Path, change: Any, said
 
 @pytest.mark.parametrize("name", ["environment.json", "FINISHED"])
 @pytest.mark.parametrize("content", ["null", "[]", '"x"', "3"])
-def test_files_that_hold_no_object_are_a_note(tmp_path: Path, name: str, content: str) -> None:
+def test_files_that_hold_no_object_are_a_note(tmp_path, name, content):
     run = make_run(tmp_path / "run", losses=FLAT)
     (run / name).write_text(content)
     assert any(note.startswith(f"{name} holds no JSON object") for note in collect(run).notes)
@@ -309,7 +304,7 @@ def test_files_that_hold_no_object_are_a_note(tmp_path: Path, name: str, content
     ({}, "attempts is no list but a dict"),
     ([3, {"torch": "2.13"}], "1 attempt(s) are no objects"),
 ])  # fmt: skip
-def test_attempts_that_are_none(tmp_path: Path, attempts: object, note: str) -> None:
+def test_attempts_that_are_none(tmp_path, attempts, note):
     run = make_run(tmp_path / "run", losses=FLAT)
     (run / "environment.json").write_text(json.dumps({"attempts": attempts}))
     assert app.run(["report", str(run)]) == 0
@@ -317,7 +312,7 @@ def test_attempts_that_are_none(tmp_path: Path, attempts: object, note: str) -> 
 
 
 @pytest.mark.parametrize("damage", [bytes, lambda n: np.random.default_rng(1).bytes(n)])
-def test_records_that_are_damaged_are_a_note(tmp_path: Path, damage: Any) -> None:
+def test_records_that_are_damaged_are_a_note(tmp_path, damage):
     """Blocks that a crash lost, and records after them; or something else altogether."""
     run = make_run(tmp_path / "run", losses=FLAT, telemetry=True)
     file = run / "stability" / "records.bin"

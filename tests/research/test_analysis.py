@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ def scripts() -> Any:
         yield {m.__name__: m for m in found}
 
 
-def test_the_tables_are_as_their_results_say(scripts: dict[str, ModuleType]) -> None:
+def test_the_tables_are_as_their_results_say(scripts):
     page = PAGE.read_text()
     told = scripts["report_tables"].fill(page)
     assert told == page, "run: python research/analysis/report_tables.py"
@@ -51,7 +50,7 @@ def test_the_tables_are_as_their_results_say(scripts: dict[str, ModuleType]) -> 
         scripts["report_tables"].fill(page.replace("<!-- bias:end -->", ""))
 
 
-def test_the_report_is_short_and_its_links_lead_somewhere() -> None:
+def test_the_report_is_short_and_its_links_lead_somewhere():
     page = PAGE.read_text()
     assert len(page.replace("|", " ").split()) <= WORDS
     images, links = (re.findall(p, page) for p in (r"!\[[^\]]*\]\(([^)]+)\)", r"\]\(([^)#]+)\)"))
@@ -62,7 +61,7 @@ def test_the_report_is_short_and_its_links_lead_somewhere() -> None:
     assert sum(ends) <= LINES
 
 
-def test_every_result_says_where_it_comes_from() -> None:
+def test_every_result_says_where_it_comes_from():
     for path in (RESEARCH / "results").glob("*.json"):
         for name, section in json.loads(path.read_text()).items():
             if path.stem == "runs":  # each run has its own
@@ -94,9 +93,7 @@ def write(folder: Path, name: str, steps: range, growth: float) -> Path:
     return folder / name
 
 
-def test_heads_that_run_away_are_found(
-    scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_that_run_away_are_found(scripts, tmp_path, monkeypatch):
     run = write(tmp_path, "none-s1", range(50, 3001, 50), 10.0)
 
     def call(what: str, *more: str) -> Any:
@@ -124,9 +121,7 @@ def test_heads_that_run_away_are_found(
     assert [float(row["max_logit"]) for row in rows] == [pytest.approx(1e3), pytest.approx(1e4)]
 
 
-def test_the_verdict_on_continued_runs(
-    scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_verdict_on_continued_runs(scripts, tmp_path, monkeypatch):
     rows = []
     for cell, growth in (("base", 10.0), ("control", 10.0), ("low_order_o", 1.0), ("slow", 2.0)):
         begin = 0 if cell == "base" else 2000
@@ -158,7 +153,7 @@ def test_the_verdict_on_continued_runs(
 
 
 @pytest.mark.parametrize("what", ["growth", "shared", "centered", "exponent"])
-def test_captured_heads_say_what_they_said(scripts: dict[str, ModuleType], what: str) -> None:
+def test_captured_heads_say_what_they_said(scripts, what):
     """Against stored figures of the same tensors; processors round the emulation differently."""
     one = next(scripts["captured"].heads([]))
     stored = scripts["shared"].read("captured_heads")[what]["heads"]
@@ -170,7 +165,7 @@ def test_captured_heads_say_what_they_said(scripts: dict[str, ModuleType], what:
             assert value == pytest.approx(row[key], rel=0.02), key
 
 
-def test_a_bias_repeats_and_a_walk_does_not(scripts: dict[str, ModuleType]) -> None:
+def test_a_bias_repeats_and_a_walk_does_not(scripts):
     drift = scripts["drift"]
     gen = torch.Generator().manual_seed(0)
     noise = torch.randn(64, 2, 4, 12, generator=gen, dtype=torch.float64)
@@ -188,9 +183,7 @@ def test_a_bias_repeats_and_a_walk_does_not(scripts: dict[str, ModuleType]) -> N
     assert walk["relative"] == biased["relative"] == 1.0
 
 
-def test_monitors_are_compared_by_thresholds_of_other_runs(
-    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_monitors_are_compared_by_thresholds_of_other_runs(scripts, monkeypatch):
     """A score alarms in the second observation in a row above what quiet runs reach so."""
     side = scripts["monitors"]
     steps = np.arange(100, 1100, 100)

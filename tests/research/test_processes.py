@@ -1,10 +1,7 @@
 """Stopping an experiment leaves no rank behind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import processes
 from other_processes import alive, wait_until
@@ -18,7 +15,7 @@ process.wait()
 """
 
 
-def test_kill_tree_reaches_children_in_sessions_of_their_own(tmp_path: Path) -> None:
+def test_kill_tree_reaches_children_in_sessions_of_their_own(tmp_path):
     file = tmp_path / "pid"
     command = [sys.executable, "-c", PARENT, str(file)]
     process = subprocess.Popen(processes.tied(command), start_new_session=True)

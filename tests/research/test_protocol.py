@@ -1,7 +1,5 @@
 """What a protocol file may say, and that the shipped ones can be run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ PROTOCOLS = Path(__file__).resolve().parents[2] / "research" / "protocols"
 
 
 @pytest.mark.parametrize("path", sorted(PROTOCOLS.glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_shipped_protocol_is_valid(path: Path) -> None:
+def test_every_shipped_protocol_is_valid(path):
     experiment = read(path)
     ids = [run.id for run in experiment.runs]
     assert len(set(ids)) == len(ids) >= 2
@@ -45,7 +43,7 @@ def test_every_shipped_protocol_is_valid(path: Path) -> None:
         ("steps: 100", "steps: 100\nsingle_pass: true\ngpus_per_run: 3", "cannot be shared"),
     ],
 )
-def test_what_is_refused(protocol: Path, old: str, new: str, told: str) -> None:
+def test_what_is_refused(protocol, old, new, told):
     text = protocol.read_text()
     assert old in text
     protocol.write_text(text.replace(old, new, 1))
@@ -54,14 +52,14 @@ def test_what_is_refused(protocol: Path, old: str, new: str, told: str) -> None:
     assert told in str(caught.value)
 
 
-def test_runs_of_a_seed_come_together_and_differ_in_their_cell_only(protocol: Path) -> None:
+def test_runs_of_a_seed_come_together_and_differ_in_their_cell_only(protocol):
     runs = read(protocol, ["optimizer.eps=1e-6"]).runs
     assert [run.id for run in runs] == ["a-s1", "b-s1", "a-s2"]
     assert runs[0].overrides == ("optimizer.eps=1e-6", "training.seed=1")
     assert set(runs[1].overrides) - set(runs[0].overrides) == {"optimizer.lr=2e-3"}
 
 
-def test_a_batch_is_cut_for_the_gpus_of_its_run(protocol: Path) -> None:
+def test_a_batch_is_cut_for_the_gpus_of_its_run(protocol):
     protocol.write_text(
         protocol.read_text().replace("seeds: [1, 2]", "single_pass: true\nseeds: [1, 2]")
     )

@@ -16,7 +16,7 @@ from megatron_patch.runtime.watcher import ResumePoint, StepResult
 HEADS, DIM, HIDDEN = 2, 3, 8
 
 
-def test_the_entropy_is_that_of_the_dense_change() -> None:
+def test_the_entropy_is_that_of_the_dense_change():
     torch.manual_seed(0)
     q, k, dq, dk = torch.randn(4, HEADS, DIM, HIDDEN, dtype=torch.float64).unbind()
     dq *= 1e-3
@@ -31,7 +31,7 @@ def test_the_entropy_is_that_of_the_dense_change() -> None:
     np.testing.assert_allclose(change, size.numpy(), rtol=1e-9)
 
 
-def test_the_vector_is_the_principal_one() -> None:
+def test_the_vector_is_the_principal_one():
     torch.manual_seed(0)
     w = torch.randn(3, 20, HIDDEN)
     found = rivals.principal(w, None)
@@ -94,7 +94,7 @@ def steps(rival: rivals.Rival) -> list[int]:
     return sorted({int(line.partition(",")[0]) for line in lines})
 
 
-def test_a_resume_repeats_no_line(tmp_path: Path) -> None:
+def test_a_resume_repeats_no_line(tmp_path):
     torch.manual_seed(0)
     tmp_path.joinpath("rivals").mkdir()
     said: list[str] = []
@@ -110,9 +110,7 @@ def test_a_resume_repeats_no_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["look", "rows"])
-def test_a_failure_ends_the_rival_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_a_failure_ends_the_rival_alone(tmp_path, monkeypatch, where):
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 

@@ -39,9 +39,7 @@ def time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run.Runner, "_time_left", left)
 
 
-def test_every_run_is_made_once_and_a_later_call_starts_none(
-    tmp_path: Path, scripts: Scripts, go: Go, capsys: pytest.CaptureFixture
-) -> None:
+def test_every_run_is_made_once_and_a_later_call_starts_none(tmp_path, scripts, go, capsys):
     assert go() == 0
     said = capsys.readouterr().out
     assert said.index("start a-s1") < said.index("start b-s1") < said.index("start a-s2")
@@ -60,13 +58,8 @@ def test_every_run_is_made_once_and_a_later_call_starts_none(
 
 
 def test_a_budget_cuts_runs_and_the_same_command_goes_on(
-    tmp_path: Path,
-    scripts: Scripts,
-    go: Go,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    time_is_over: None,
-) -> None:
+    tmp_path, scripts, go, capsys, monkeypatch, time_is_over
+):
     """Short jobs in a row: each begins where the one before was saved, and no step is lost."""
     scripts(a_s1="slow")
     assert go() == 0
@@ -88,9 +81,7 @@ def test_a_budget_cuts_runs_and_the_same_command_goes_on(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_runs_save(
-    tmp_path: Path, scripts: Scripts, go: Go, capsys: pytest.CaptureFixture, number: int
-) -> None:
+def test_a_signal_lets_runs_save(tmp_path, scripts, go, capsys, number):
     scripts(a_s1="slow")
     table = tmp_path / "out" / "runs" / "a-s1" / "metrics.csv"
 
@@ -109,9 +100,7 @@ def test_a_signal_lets_runs_save(
     assert result(tmp_path / "out")["a-s1"]["state"] == "finished"
 
 
-def test_a_runner_that_was_killed_left_nothing_to_repeat(
-    tmp_path: Path, scripts: Scripts, go: Go, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_runner_that_was_killed_left_nothing_to_repeat(tmp_path, scripts, go, capsys):
     """What nobody wrote down, the run directories say."""
     assert go("--steps", "40", "--only", "a-s1") == 0
     assert go("--only", "s2") == 0
@@ -122,9 +111,7 @@ def test_a_runner_that_was_killed_left_nothing_to_repeat(
     assert "start a-s1 on 0: from step 40" in said and "start a-s2" not in said
 
 
-def test_an_exploded_run_is_stopped_and_stays_so(
-    tmp_path: Path, scripts: Scripts, go: Go, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_exploded_run_is_stopped_and_stays_so(tmp_path, scripts, go, capsys):
     scripts(a_s1="explode")
     assert go("--only", "s1") == 0
     said = capsys.readouterr().out
@@ -145,15 +132,7 @@ def test_an_exploded_run_is_stopped_and_stays_so(
         ("exit 5", "stopped by its guard", False),
     ],
 )
-def test_how_a_run_can_end(
-    tmp_path: Path,
-    scripts: Scripts,
-    go: Go,
-    capsys: pytest.CaptureFixture,
-    script: str,
-    state: str,
-    again: bool,
-) -> None:
+def test_how_a_run_can_end(tmp_path, scripts, go, capsys, script, state, again):
     """What says nothing about the numerics is tried again by the next call; a verdict stays."""
     scripts(a_s1=script)
     assert go("--only", "s1") == (1 if again else 0)
@@ -167,13 +146,8 @@ def test_how_a_run_can_end(
 
 
 def test_a_run_that_does_not_hear_is_killed(
-    tmp_path: Path,
-    scripts: Scripts,
-    go: Go,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    time_is_over: None,
-) -> None:
+    tmp_path, scripts, go, capsys, monkeypatch, time_is_over
+):
     monkeypatch.setattr(run, "GRACE_SECONDS", 0.2)
     scripts(a_s1="deaf")
     assert go("--only", "a-s1") == 0
@@ -182,7 +156,7 @@ def test_a_run_that_does_not_hear_is_killed(
     assert entry["state"] == "waiting" and entry["reason"] == "ended before it could save"
 
 
-def test_the_time_that_is_kept_for_saving(protocol: Path, tmp_path: Path) -> None:
+def test_the_time_that_is_kept_for_saving(protocol, tmp_path):
     protocol.write_text(protocol.read_text().replace("save_seconds: 0", "save_seconds: 20"))
     directory = Directory(tmp_path / "out", read(protocol), print)
     runner = run.Runner(directory, [0], 1.0, 100, [], print)
@@ -191,9 +165,7 @@ def test_the_time_that_is_kept_for_saving(protocol: Path, tmp_path: Path) -> Non
     assert runner._time_left() == float("inf")
 
 
-def test_runs_side_by_side_have_gpus_of_their_own(
-    tmp_path: Path, scripts: Scripts, go: Go, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_side_by_side_have_gpus_of_their_own(tmp_path, scripts, go, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-abc")
     scripts(a_s1="slow", b_s1="slow")
@@ -211,9 +183,7 @@ cells:
 """
 
 
-def test_runs_that_continue_another_one_wait_for_its_event(
-    tmp_path: Path, protocol: Path, scripts: Scripts, go: Go, capsys: pytest.CaptureFixture
-) -> None:
+def test_runs_that_continue_another_one_wait_for_its_event(tmp_path, protocol, scripts, go, capsys):
     head = protocol.read_text().split("cells:")[0].replace("seeds: [1, 2]", "seeds: [1]")
     protocol.write_text(head.replace("stop_after: 30", "stop_after: 60") + CONTINUED)
     scripts(base_s1="event", early_s1="slow", late_s1="slow")
@@ -237,9 +207,7 @@ def test_runs_that_continue_another_one_wait_for_its_event(
     assert "| late | 1 | 50 | continued | 10 after | yes |" in said
 
 
-def test_a_base_without_an_event_leaves_nothing_to_continue(
-    protocol: Path, scripts: Scripts, go: Go, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_base_without_an_event_leaves_nothing_to_continue(protocol, scripts, go, capsys):
     head = protocol.read_text().split("cells:")[0].replace("seeds: [1, 2]", "seeds: [1]")
     protocol.write_text(head + CONTINUED)
     assert go() == 0
@@ -247,14 +215,7 @@ def test_a_base_without_an_event_leaves_nothing_to_continue(
     assert "base-s1 is finished" in said and "early-s1 cannot start" in said
 
 
-def test_a_protocol_is_fixed_before_its_first_run(
-    tmp_path: Path,
-    protocol: Path,
-    corpus: Path,
-    scripts: Scripts,
-    go: Go,
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_a_protocol_is_fixed_before_its_first_run(tmp_path, protocol, corpus, scripts, go, capsys):
     base = tmp_path / "base.yaml"
     shutil.copy(protocol.read_text().split("config: ")[1].split()[0], base)
     text = protocol.read_text().replace(str(base), "base.yaml")
@@ -287,7 +248,7 @@ def test_a_protocol_is_fixed_before_its_first_run(
     assert go("--steps", "10", "--set", f"data.blend.0.path={tmp_path / 'tiny'}") == 0
 
 
-def test_one_process_at_a_time(protocol: Path, tmp_path: Path) -> None:
+def test_one_process_at_a_time(protocol, tmp_path):
     experiment = read(protocol)
     first = Directory(tmp_path / "out", experiment, print)
     with pytest.raises(ExperimentError, match="another process runs this experiment"):
@@ -312,7 +273,7 @@ Root Cause (first observed failure):
 """
 
 
-def test_the_exit_code_and_reason_behind_torchrun() -> None:
+def test_the_exit_code_and_reason_behind_torchrun():
     """torchrun ends with 1 whatever its ranks ended with; the state must not depend on that."""
     assert run.rank_exit_code(TORCHRUN) == 3
     assert run.rank_exit_code("killed") == 1

@@ -34,9 +34,7 @@ cells:
 
 @pytest.mark.slow  # test_run.py has the runner's part, with a stand-in of the trainer
 @pytest.mark.multiprocess
-def test_an_interrupted_protocol_goes_on_and_changes_one_thing(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_protocol_goes_on_and_changes_one_thing(corpus, tmp_path):
     """As a person and a batch system run it, with cells that continue another one.
 
     A variant is in force from the checkpoint on; the control repeats its base bit for bit.
@@ -74,9 +72,7 @@ def test_an_interrupted_protocol_goes_on_and_changes_one_thing(
     assert 0 < max(abs(centered[step] - later[step]) for step in later) < 2e-3
 
 
-def test_a_cell_refuses_a_variant_that_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cell_refuses_a_variant_that_does_not_fit(tmp_path, monkeypatch, capsys):
     """Before anything is built: no run directory."""
     command = ["cell.py", "--variant", "low_order_o", "--set", f"run_dir={tmp_path / 'run'}"]
     command += ["--config", str(PROTOCOLS / "base" / "tiny_cpu.yaml")]

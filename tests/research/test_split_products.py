@@ -71,7 +71,7 @@ def unrounded(x: list[torch.Tensor], causal: bool) -> list[torch.Tensor]:
     [(1, 16, True, 1), (37, 16, True, 1), (70, 64, False, 1), (129, 64, True, 1),
      (200, 32, True, 30), (65, 128, True, 4)],
 )  # fmt: skip
-def test_errors_are_float32s(s: int, d: int, causal: bool, size: float) -> None:
+def test_errors_are_float32s(s, d, causal, size):
     """At most twice PyTorch's in float32 plus the floor; 16-bit P alone would be 2^-9 off."""
     x = inputs(2, s, 3, d, size=size)
     true, torchs = exact(x, causal, torch.float64), exact(x, causal, torch.float32)
@@ -89,7 +89,7 @@ def test_errors_are_float32s(s: int, d: int, causal: bool, size: float) -> None:
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
-def test_autograd_layouts_and_strides(layout: str) -> None:
+def test_autograd_layouts_and_strides(layout):
     """As autograd sees it: BF16 in and out, views of one fused tensor, a dO that is a view."""
     x = inputs(2, 45, 3, 32)
     fused = torch.cat([from_bhsd(t, layout) for t in x[:3]], -1).requires_grad_()
@@ -117,7 +117,7 @@ def test_autograd_layouts_and_strides(layout: str) -> None:
         ({"d": 48}, "head dim 48: use one of 16, 32, 64, 128"),
     ],
 )
-def test_what_is_not_served_is_refused(change: dict, told: str) -> None:
+def test_what_is_not_served_is_refused(change, told):
     d = change.pop("d", 16)
     given = {name: torch.zeros(1, 8, 2, d, dtype=torch.bfloat16) for name in "qkv"}
     for name in "qkv":

@@ -32,7 +32,7 @@ def results(run, call: AttentionCall) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["k_centered", "v_centered", "fp32_attention"])
-def test_exact_variants_are_the_same_mathematics(name: str) -> None:
+def test_exact_variants_are_the_same_mathematics(name):
     """In float32 output and all three gradients stay, to float32 rounding."""
     wrap = VARIANTS[name].wrap
     assert wrap is not None
@@ -42,7 +42,7 @@ def test_exact_variants_are_the_same_mathematics(name: str) -> None:
         assert torch.allclose(mine, plain, rtol=1e-4, atol=2e-5)
 
 
-def test_centering_does_what_it_says() -> None:
+def test_centering_does_what_it_says():
     """The kernel sees K (and V) without its common part."""
     seen: list[AttentionCall] = []
 
@@ -63,7 +63,7 @@ def test_centering_does_what_it_says() -> None:
         variants.center_values(reference.run)(shared)
 
 
-def test_largest_logits_of_centered_keys_are_not_handed_to_an_observer() -> None:
+def test_largest_logits_of_centered_keys_are_not_handed_to_an_observer():
     """They would stand beside those of the control; without them it computes its own."""
     tops = {}
     for name in ("plain", "k_centered", "v_centered"):
@@ -84,7 +84,7 @@ def test_largest_logits_of_centered_keys_are_not_handed_to_an_observer() -> None
         ("fp32_o_consistent_sum", {"stabilizer": "compensated", "residual": "fp32"}),
     ],
 )
-def test_setting_variants_reach_the_kernel(name: str, options: dict[str, str]) -> None:
+def test_setting_variants_reach_the_kernel(name, options):
     """Through the interpreter: the backend is called with the setting and runs with it."""
     seen: list[AttentionCall] = []
 
@@ -104,7 +104,7 @@ def test_setting_variants_reach_the_kernel(name: str, options: dict[str, str]) -
     assert (held["low"].dtype if "low" in held else None) == keeps
 
 
-def test_installing_changes_the_configured_backend_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installing_changes_the_configured_backend_only(monkeypatch):
     run = run_config(attention={"backend": "reference"})
     before, other = BACKENDS["reference"], BACKENDS["stable_flash"]
     monkeypatch.setitem(BACKENDS, "reference", before)  # puts it back afterwards

@@ -20,20 +20,20 @@ def rows(points: dict[int, tuple[float, float]], last: int) -> list[dict[str, fl
     return found
 
 
-def test_a_stable_run() -> None:
+def test_a_stable_run():
     verdict = judge(rows({1: (9, 5), 1000: (4.4, 0.4), 2001: (3.5, 0.3)}, 5000), RULE)
     assert verdict.exploded_at is None and verdict.first_large_gradient is None
     assert verdict.steps == 5000 and verdict.final_loss == 3.5
     assert verdict.largest_grad_norm == verdict.largest_single_grad_norm == 0.4
 
 
-def test_an_explosion_is_named_by_the_window_it_shows_in() -> None:
+def test_an_explosion_is_named_by_the_window_it_shows_in():
     curve = {1: (9, 5), 1000: (3.5, 0.3), 4001: (3.5, 1.2), 5201: (7.0, 1e5)}
     verdict = judge(rows(curve, 6000), RULE)
     assert verdict.first_large_gradient == 4050 and verdict.exploded_at == 5250
 
 
-def test_large_figures_of_the_start_do_not_count() -> None:
+def test_large_figures_of_the_start_do_not_count():
     """Neither a loss that never was below the limit, nor gradients of the warm-up."""
     assert judge(rows({1: (9, 5)}, 1900), RULE).exploded_at is None
     verdict = judge(rows({1: (9, 5)}, 4000), RULE)
@@ -42,7 +42,7 @@ def test_large_figures_of_the_start_do_not_count() -> None:
     assert judge(spike, RULE).exploded_at is None
 
 
-def test_one_bad_step_is_not_an_explosion_but_is_seen() -> None:
+def test_one_bad_step_is_not_an_explosion_but_is_seen():
     curve = {1: (4.0, 0.3), 3001: (20.0, 40.0), 3002: (4.0, 0.3)}
     verdict = judge(rows(curve, 4000), RULE)
     assert verdict.exploded_at is None and verdict.first_large_gradient == 3050
@@ -50,13 +50,13 @@ def test_one_bad_step_is_not_an_explosion_but_is_seen() -> None:
     assert judge(rows({1: (4.0, 0.3), 3001: (60.0, 1.0), 3002: (4.0, 0.3)}, 4000), RULE).exploded_at
 
 
-def test_not_a_number_is_an_explosion() -> None:
+def test_not_a_number_is_an_explosion():
     verdict = judge(rows({1: (4.0, 0.3), 2501: (math.nan, math.nan)}, 2600), RULE)
     assert verdict.exploded_at == verdict.first_large_gradient == 2550
     assert math.isnan(verdict.largest_grad_norm or 0)
 
 
-def test_a_window_that_is_not_over_is_no_verdict() -> None:
+def test_a_window_that_is_not_over_is_no_verdict():
     """A run that is looked at, or cut off, two steps into a window: a spike is no mean."""
     rule = ExplosionConfig(window=50, from_step=50, grad_norm=1.0, loss=4.5)
     rows = [{"step": float(i), "loss": 3.0, "grad_norm": 0.3} for i in range(1, 101)]
@@ -69,7 +69,7 @@ def test_a_window_that_is_not_over_is_no_verdict() -> None:
     assert judge(ended, rule).exploded_at == 101
 
 
-def test_runs_that_were_not_made_alike_are_named() -> None:
+def test_runs_that_were_not_made_alike_are_named():
     made: dict = {name: ["1"] for name in results.MADE_WITH}
     runs: list[dict] = [made | {"run": f"a-s{n}", "seed": n, "data": f"{n}"} for n in (1, 2)]
     assert results.unlike(runs) == []
@@ -80,7 +80,7 @@ def test_runs_that_were_not_made_alike_are_named() -> None:
     ]
 
 
-def test_final_losses_are_of_runs_that_came_to_their_last_step() -> None:
+def test_final_losses_are_of_runs_that_came_to_their_last_step():
     """Not of those that ended around an event of their own, nor of what continues them."""
     run = {"cell": "a", "state": "finished", "reason": "", "origin": None}
     runs = [run | {"final_loss": 3.0}, run | {"final_loss": 3.5}]

@@ -28,7 +28,7 @@ def with_versions(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> No
     )
 
 
-def test_pins_come_from_the_project() -> None:
+def test_pins_come_from_the_project():
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = doctor.requirements()
     assert len(names) == len(wanted)
@@ -47,16 +47,14 @@ def test_pins_come_from_the_project() -> None:
     ("torch", "2.11.0a0+gitabc", State.OK, "2.11.0a0"),
     ("psutil", None, State.BROKEN, "not installed"),
 ])  # fmt: skip
-def test_pins(
-    monkeypatch: pytest.MonkeyPatch, package: str, version: str | None, state: State, reason: str
-) -> None:
+def test_pins(monkeypatch, package, version, state, reason):
     with_versions(monkeypatch, **{package: version})
     finding = found(package.replace("_", "-"), doctor.pins())
     assert finding.state is state
     assert reason in finding.text
 
 
-def test_tested_versions_are_of_the_project() -> None:
+def test_tested_versions_are_of_the_project():
     """All lie in the ranges of pyproject.toml, and those of constraints.txt are among them."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
@@ -72,14 +70,14 @@ def test_tested_versions_are_of_the_project() -> None:
             assert "{}.{}".format(*Version(pinned[name]).release) in tested
 
 
-def test_installed_is_not_working(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_is_not_working(monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", None)
     finding = found("psutil", doctor.pins())
     assert finding.state is State.BROKEN
     assert "fails to import" in finding.text
 
 
-def test_a_broken_requirement_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_requirement_exits_1(monkeypatch):
     monkeypatch.setattr(doctor, "CHECKS", (("pins", doctor.pins),))
     out = io.StringIO()
     assert doctor.run(out) == 0
@@ -90,7 +88,7 @@ def test_a_broken_requirement_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2 required things are broken" in out.getvalue()
 
 
-def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_fails_is_a_finding(monkeypatch):
     """A broken install raises anything anywhere; the report goes on."""
 
     def explode() -> Iterator[Finding]:
@@ -108,13 +106,13 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "after" in out.getvalue()
 
 
-def test_optional_packages_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optional_packages_are_notes(monkeypatch):
     with_versions(monkeypatch, transformer_engine=None, apex=None)
     assert doctor._transformer_engine().state is State.NOTE
     assert doctor._apex().state is State.NOTE
 
 
-def test_an_installed_but_failing_companion_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_but_failing_companion_is_broken(monkeypatch):
     """Megatron would import it and fail later, far from the cause."""
     with_versions(monkeypatch, transformer_engine="2.11")
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
@@ -123,21 +121,19 @@ def test_an_installed_but_failing_companion_is_broken(monkeypatch: pytest.Monkey
     assert "2.11 is installed but fails" in finding.text
 
 
-def test_apex_without_cuda_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apex_without_cuda_extensions(monkeypatch):
     with_versions(monkeypatch, apex="0.1")
     assert "without its CUDA extensions" in doctor._apex().text
 
 
-def test_another_package_of_our_name_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_package_of_our_name_is_noted(tmp_path, monkeypatch):
     (tmp_path / "megatron_patch").mkdir()
     (tmp_path / "megatron_patch" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert any("PYTHONPATH" in finding.text for finding in doctor.program())
 
 
-def test_the_device_of_this_machine_works() -> None:
+def test_the_device_of_this_machine_works():
     findings = list(doctor.device())
     assert findings
     assert not [finding for finding in findings if finding.state is State.BROKEN]
@@ -148,13 +144,7 @@ def test_the_device_of_this_machine_works() -> None:
     ("570.1", "", State.NOTE, "hidden by CUDA_VISIBLE_DEVICES"),
     ("570.1", None, State.BROKEN, "driver 570.1 is here, but torch"),
 ])  # fmt: skip
-def test_no_gpu_is_fine_but_an_unusable_one_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-    driver: str | None,
-    visible: str | None,
-    state: State,
-    reason: str,
-) -> None:
+def test_no_gpu_is_fine_but_an_unusable_one_is_not(monkeypatch, driver, visible, state, reason):
     monkeypatch.setattr(environment, "driver", lambda: driver)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -165,6 +155,6 @@ def test_no_gpu_is_fine_but_an_unusable_one_is_not(
 
 
 @pytest.mark.gpu
-def test_the_kernel_of_this_machine_works() -> None:
+def test_the_kernel_of_this_machine_works():
     findings = list(doctor.kernel())
     assert [finding.state for finding in findings] == [State.OK] * 4, findings

@@ -14,7 +14,7 @@ import pytest
 from megatron_patch.runtime import environment
 
 
-def test_report_is_json_and_names_what_matters() -> None:
+def test_report_is_json_and_names_what_matters():
     report = json.loads(json.dumps(environment.report()))
     for key in ("python", "torch", "triton", "megatron-core", "transformer-engine", "apex", "cuda",
                 "cudnn", "nccl", "gpu", "driver", "commit"):  # fmt: skip
@@ -25,7 +25,7 @@ def test_report_is_json_and_names_what_matters() -> None:
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
-def test_report_tells_no_names() -> None:
+def test_report_tells_no_names():
     text = json.dumps(environment.report())
     values = {socket.gethostname(), str(Path.home())}
     user = getpass.getuser()
@@ -41,7 +41,7 @@ def git(folder: Path, *args: str) -> str:
     ).stdout.strip()
 
 
-def test_commit_of_a_tree_and_its_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_of_a_tree_and_its_changes(tmp_path, monkeypatch):
     monkeypatch.delenv("SOURCE_COMMIT", raising=False)
     git(tmp_path, "init", "-q")
     (tmp_path / "a").write_text("1")
@@ -57,9 +57,7 @@ def test_commit_of_a_tree_and_its_changes(tmp_path: Path, monkeypatch: pytest.Mo
     assert environment.commit(tmp_path) == "given"
 
 
-def test_an_installed_package_has_no_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_package_has_no_commit(tmp_path, monkeypatch):
     """A virtual environment inside someone's repository must not report that repository."""
     monkeypatch.delenv("SOURCE_COMMIT", raising=False)
     git(tmp_path, "init", "-q")
@@ -68,7 +66,7 @@ def test_an_installed_package_has_no_commit(
     assert environment.commit(inside.resolve()) == "unknown"
 
 
-def test_other_copies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_copies_are_found(tmp_path, monkeypatch):
     other = tmp_path / "megatron_patch"
     other.mkdir()
     (other / "__init__.py").write_text("")
@@ -80,9 +78,7 @@ def test_other_copies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("release", "hidden"), [
     ("0.4.1", True), pytest.param("0.6.0", False, marks=pytest.mark.slow)
 ])  # fmt: skip
-def test_core_can_be_imported_beside_an_old_nvidia_resiliency_ext(
-    tmp_path: Path, release: str, hidden: bool
-) -> None:
+def test_core_can_be_imported_beside_an_old_nvidia_resiliency_ext(tmp_path, release, hidden):
     """A package of that name without ``__version__``: alone, Megatron-Core fails on it."""
     folder = tmp_path / "nvidia_resiliency_ext" / "checkpointing" / "async_ckpt"
     folder.mkdir(parents=True)

@@ -16,7 +16,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("content", ["zwei Zeilen\nüber Ähren\n", b"\x00\xff", ""])
-def test_a_file_is_replaced(tmp_path: Path, content: str | bytes) -> None:
+def test_a_file_is_replaced(tmp_path, content):
     file = tmp_path / "facts.json"
     file.write_text("old")
     write_whole(file, content, durable=False)
@@ -24,7 +24,7 @@ def test_a_file_is_replaced(tmp_path: Path, content: str | bytes) -> None:
     assert file.read_bytes() == data and names(tmp_path) == ["facts.json"]
 
 
-def test_a_draft_that_fails_leaves_the_old_file_and_goes(tmp_path: Path) -> None:
+def test_a_draft_that_fails_leaves_the_old_file_and_goes(tmp_path):
     file = tmp_path / "metrics.csv"
     file.write_text("old")
     with pytest.raises(KeyboardInterrupt), replacing(file, newline="") as out:
@@ -34,7 +34,7 @@ def test_a_draft_that_fails_leaves_the_old_file_and_goes(tmp_path: Path) -> None
     assert file.read_text() == "old" and names(tmp_path) == ["metrics.csv"]
 
 
-def test_a_rename_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_rename_that_fails_leaves_the_old_file(tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(OSError, match="there"):
         write_whole(tmp_path / "there", "text")
@@ -43,7 +43,7 @@ def test_a_rename_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         write_whole(tmp_path / "nowhere" / "file", "text")
 
 
-def test_a_draft_of_somebody_else_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_of_somebody_else_stays(tmp_path, monkeypatch):
     file = tmp_path / "facts.json"
     (tmp_path / "facts.json.tmp").write_text("another's")
 
@@ -56,7 +56,7 @@ def test_a_draft_of_somebody_else_stays(tmp_path: Path, monkeypatch: pytest.Monk
     assert names(tmp_path) == ["facts.json.tmp"]
 
 
-def test_what_a_person_named_keeps_its_kind(tmp_path: Path) -> None:
+def test_what_a_person_named_keeps_its_kind(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     (tmp_path / "folder").mkdir()
@@ -72,9 +72,7 @@ def test_what_a_person_named_keeps_its_kind(tmp_path: Path) -> None:
     assert names(tmp_path) == ["folder", "link", "pipe"]
 
 
-def test_content_is_on_disk_before_the_old_one_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_is_on_disk_before_the_old_one_is_gone(tmp_path, monkeypatch):
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda handle: (done.append("fsync"), fsync(handle)))
@@ -84,9 +82,7 @@ def test_content_is_on_disk_before_the_old_one_is_gone(
     assert done == ["fsync", "replace", "replace"] and names(tmp_path) == ["a", "b"]
 
 
-def test_some_network_file_systems_cannot_sync_a_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_some_network_file_systems_cannot_sync_a_directory(tmp_path, monkeypatch):
     def refuse(code: int) -> None:
         def fsync(handle: int) -> None:
             raise OSError(code, os.strerror(code))

@@ -36,14 +36,14 @@ def launched(folder: Path, how: str) -> tuple[subprocess.Popen[bytes], list[int]
     return process, [int(file.read_text()) for file in files]
 
 
-def test_ranks_die_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:
+def test_ranks_die_with_a_torchrun_that_is_killed(tmp_path):
     process, ranks = launched(tmp_path, "guarded")
     os.kill(process.pid, signal.SIGKILL)
     assert wait_until(lambda: not any(map(alive, ranks)), 10)
     process.wait()
 
 
-def test_a_training_rank_asks_for_it(monkeypatch) -> None:
+def test_a_training_rank_asks_for_it(monkeypatch):
     asked = []
     monkeypatch.setattr(train, "die_with_launcher", lambda: asked.append(True))
     monkeypatch.setattr(train, "load", lambda *_: (_ for _ in ()).throw(StopIteration))
@@ -52,7 +52,7 @@ def test_a_training_rank_asks_for_it(monkeypatch) -> None:
     assert asked == [True]
 
 
-def test_a_process_without_a_launcher_keeps_its_parent(monkeypatch) -> None:
+def test_a_process_without_a_launcher_keeps_its_parent(monkeypatch):
     """`nohup megatron-patch train` outlives the shell."""
     called = []
     monkeypatch.setattr(lifeline, "die_with_parent", lambda: called.append(True))

@@ -30,7 +30,7 @@ def small(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
 
 
 @pytest.mark.parametrize("room", [0, 1, 6, 11])
-def test_a_torn_record_is_taken_back(room: int, tmp_path: Path) -> None:
+def test_a_torn_record_is_taken_back(room, tmp_path):
     logged: list[str] = []
     file = AppendOnlyFile(tmp_path / "x.log", report=logged.append)
     assert file.append(b"first line\n")
@@ -45,7 +45,7 @@ def test_a_torn_record_is_taken_back(room: int, tmp_path: Path) -> None:
     assert logged[1] == "x.log: written again; records that are missing: 2"
 
 
-def test_records_on_a_full_disk(small: Disk) -> None:
+def test_records_on_a_full_disk(small):
     """Enough of them to fill the last page of a file system, too."""
     logged: list[str] = []
     path = small.folder / "t.csv"
@@ -74,9 +74,7 @@ def test_records_on_a_full_disk(small: Disk) -> None:
     assert list(binary.path.read_bytes()[::48]) == took["r"] and took["r"][-1] == 201
 
 
-def test_what_cannot_be_taken_back_at_once_is_when_the_file_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_taken_back_at_once_is_when_the_file_is_opened(tmp_path, monkeypatch):
     file = AppendOnlyFile(tmp_path / "x.bin", size=4)
     assert file.append(b"aaaa")
 
@@ -90,7 +88,7 @@ def test_what_cannot_be_taken_back_at_once_is_when_the_file_is_opened(
     assert file.append(b"dddd") and file.path.read_bytes() == b"aaaadddd"
 
 
-def test_what_a_server_has_lost_is_not_counted_on(tmp_path: Path) -> None:
+def test_what_a_server_has_lost_is_not_counted_on(tmp_path):
     """It took records and kept a part of them; the error came with the next one."""
     file = AppendOnlyFile(tmp_path / "x.bin", size=4)
     assert file.append(b"aaaa") and file.append(b"bbbb")
@@ -100,9 +98,7 @@ def test_what_a_server_has_lost_is_not_counted_on(tmp_path: Path) -> None:
     assert file.append(b"dddd") and file.path.read_bytes() == b"aaaadddd"
 
 
-def test_an_error_at_closing_is_logged_and_not_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_at_closing_is_logged_and_not_raised(tmp_path, monkeypatch):
     logged: list[str] = []
     file = AppendOnlyFile(tmp_path / "x", report=logged.append)
     assert file.append(b"a\n")
@@ -119,7 +115,7 @@ def test_an_error_at_closing_is_logged_and_not_raised(
         True, "x: not written to the end; records that are missing: 1"]  # fmt: skip
 
 
-def test_a_line_that_a_kill_left_unfinished_swallows_nothing(tmp_path: Path) -> None:
+def test_a_line_that_a_kill_left_unfinished_swallows_nothing(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"one\ntw")
     file = AppendOnlyFile(path)
@@ -149,7 +145,7 @@ def rows_of(path: Path) -> list[tuple[str, ...]]:
     return [tuple(row.values()) for row in read_rows(path)]
 
 
-def test_attempts_append_and_the_newest_row_of_a_step_counts(tmp_path: Path) -> None:
+def test_attempts_append_and_the_newest_row_of_a_step_counts(tmp_path):
     path = tmp_path / "m.csv"
     attempt(path, 10, 20, 30, 40)
     before = path.read_bytes()
@@ -172,7 +168,7 @@ def test_attempts_append_and_the_newest_row_of_a_step_counts(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("torn", [b"4", b"40,2", b'41,1,"x\r', b"\0" * 30])
-def test_a_torn_row_is_cut_off_and_never_read(torn: bytes, tmp_path: Path) -> None:
+def test_a_torn_row_is_cut_off_and_never_read(torn, tmp_path):
     path = tmp_path / "m.csv"
     attempt(path, 10, 20)
     whole = path.read_bytes()
@@ -195,7 +191,7 @@ def test_a_torn_row_is_cut_off_and_never_read(torn: bytes, tmp_path: Path) -> No
     ("2,2,x\n", "12"),
     ("1,2,x\n", "1"),
 ])  # fmt: skip
-def test_which_rows_are_read(line: str, steps: str) -> None:
+def test_which_rows_are_read(line, steps):
     found = parse_rows(["step,attempt,value\n", "1,1,a\n", "2,1,b\n", line, "3,1,torn"])
     assert "".join(row["step"] for row in found) == steps
     assert parse_rows([]) == [] and parse_rows(["time,value\n", "1,2\n"]) == []
@@ -204,7 +200,7 @@ def test_which_rows_are_read(line: str, steps: str) -> None:
 OLD = b'step,gone,value\r\n1,g,\xff\r\n2,g\r\n3,g,"c,{""a"": 1}"\r\n4,g'
 
 
-def test_a_table_of_another_version_is_continued(tmp_path: Path) -> None:
+def test_a_table_of_another_version_is_continued(tmp_path):
     """One without attempts, as versions up to 40e17f9 wrote; it gets its columns once."""
     path = tmp_path / "m.csv"
     path.write_bytes(OLD)
@@ -221,9 +217,7 @@ def test_a_table_of_another_version_is_continued(tmp_path: Path) -> None:
     assert (again.added, again.attempt) == ([], 2) and path.read_bytes().startswith(before)
 
 
-def test_killed_while_a_table_gets_its_columns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_while_a_table_gets_its_columns(tmp_path, monkeypatch):
     path = tmp_path / "m.csv"
     path.write_bytes(OLD)
     with monkeypatch.context() as patch:
@@ -235,7 +229,7 @@ def test_killed_while_a_table_gets_its_columns(
     assert [row["step"] for row in read_rows(path)] == ["1", "3", "4"]
 
 
-def test_a_table_is_continued_when_there_is_room(tmp_path: Path) -> None:
+def test_a_table_is_continued_when_there_is_room(tmp_path):
     """Until it has its columns no row is added."""
     path = tmp_path / "m.csv"
     path.write_bytes(b"step,value\r\n1,a\r\n")
@@ -263,7 +257,7 @@ ROWS = b"1,2\n2,3\n"
     b"1,2",
     b"step\n" + ROWS,  # fewer names than cells
 ])  # fmt: skip
-def test_what_is_no_line_of_columns_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_what_is_no_line_of_columns_is_refused(content, tmp_path):
     """The table is left as it is: written anew, a column would lose its name and all its values."""
     path = tmp_path / "m.csv"
     path.write_bytes(content)
@@ -274,7 +268,7 @@ def test_what_is_no_line_of_columns_is_refused(content: bytes, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("content", ["", "st", "step,attempt,value"])
-def test_killed_before_the_header_was_whole(content: str, tmp_path: Path) -> None:
+def test_killed_before_the_header_was_whole(content, tmp_path):
     path = tmp_path / "m.csv"
     write_whole(path, content)
     attempt(path)
@@ -287,7 +281,7 @@ def test_killed_before_the_header_was_whole(content: str, tmp_path: Path) -> Non
     (b"1\0,1,2\n", 0),
     (b"", None),
 ])  # fmt: skip
-def test_zeros_in_the_middle_are_found(content: bytes, step: int | None, tmp_path: Path) -> None:
+def test_zeros_in_the_middle_are_found(content, step, tmp_path):
     path = tmp_path / "m.csv"
     path.write_bytes(b"step,attempt,value\n" + content)
     assert attempt(path).zeros_after == step
@@ -306,9 +300,7 @@ def test_zeros_in_the_middle_are_found(content: bytes, step: int | None, tmp_pat
     ([], 90, 100, None),  # perhaps it never came to a row
     ([1, 2, 3], 90, 100, None),
 ])  # fmt: skip
-def test_rows_that_were_lost_are_logged(
-    steps: list[int], start: int, apart: int, end: int | None
-) -> None:
+def test_rows_that_were_lost_are_logged(steps, start, apart, end):
     for own in (False, True):
         line = gap("m.csv", steps, start, apart=apart, own=own)
         assert (line is not None) == (bool(end) or (own and end == 0))

@@ -1,7 +1,5 @@
 """The cluster of the slurm tests: started once, skipped with a reason where it cannot be."""
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile

@@ -99,7 +99,7 @@ def loop(
     return found
 
 
-def test_a_plain_pytorch_loop(tmp_path: Path) -> None:
+def test_a_plain_pytorch_loop(tmp_path):
     found = loop(tmp_path)
     assert found[0] is None and [one.step for one in found[1:]] == [1, 2, 3, 4]
     assert {one.verdict.level for one in found[1:]} == {"ok"} and not any(
@@ -119,9 +119,7 @@ def test_a_plain_pytorch_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("library", "unknown"), [("", False), ("compensated", True)])
-def test_a_module_that_calls_our_library_is_not_judged_by_a_plain_o(
-    tmp_path: Path, library: str, unknown: bool
-) -> None:
+def test_a_module_that_calls_our_library_is_not_judged_by_a_plain_o(tmp_path, library, unknown):
     """The O that delta was built from has a low-order part, which the module does not hand out."""
     loop(tmp_path, library=library, dtype=torch.bfloat16)
     heads = record.read(tmp_path).heads
@@ -129,19 +127,19 @@ def test_a_module_that_calls_our_library_is_not_judged_by_a_plain_o(
     assert (heads["delta_error_rms"] > 0).all()
 
 
-def test_the_report_reads_what_a_monitor_wrote(tmp_path: Path) -> None:
+def test_the_report_reads_what_a_monitor_wrote(tmp_path):
     loop(tmp_path)
     facts = collect.collect(tmp_path)
     assert facts.telemetry is not None and "attention" in report.render(facts)
 
 
-def test_a_restart_goes_on_with_the_records(tmp_path: Path) -> None:
+def test_a_restart_goes_on_with_the_records(tmp_path):
     loop(tmp_path)
     loop(tmp_path, start=2, steps=6)
     assert record.read(tmp_path).steps.tolist() == [1, 2, 3, 4, 5, 6]
 
 
-def test_danger_asks_for_a_checkpoint_and_a_stop(tmp_path: Path) -> None:
+def test_danger_asks_for_a_checkpoint_and_a_stop(tmp_path):
     said: list[str] = []
     rule = type(EVERY.rule)(confirm_steps=0, danger_error=1e-9)
     found = loop(
@@ -154,7 +152,7 @@ def test_danger_asks_for_a_checkpoint_and_a_stop(tmp_path: Path) -> None:
     assert any("attention: danger (layer" in line for line in said)
 
 
-def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_watched_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no module of Net is named 'nothing'"):
         watch(Net(), "nothing", heads=H)
     with pytest.raises(ValueError, match="no number"):
@@ -166,9 +164,7 @@ def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["stable_attention", "sdpa"])
-def test_a_hugging_face_model(
-    tmp_path: Path, implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hugging_face_model(tmp_path, implementation, monkeypatch):
     """The events of `Trainer` in its order (which itself needs accelerate)."""
     transformers = pytest.importorskip("transformers")
     from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
@@ -219,7 +215,7 @@ def test_a_hugging_face_model(
         events.on_train_end(args, state, control)
 
 
-def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
+def test_the_trainer_of_hugging_face(tmp_path):
     """`Trainer` itself, where accelerate is installed: records; a stop is saved, then raised."""
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
@@ -249,7 +245,7 @@ def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pretrain_of_the_wheel(tmp_path: Path) -> None:
+def test_pretrain_of_the_wheel(tmp_path):
     """megatron.training as its own program: records and a verdict line."""
     worker = Path(__file__).parent / "pretrain_worker.py"
     done = subprocess.run(

@@ -57,7 +57,7 @@ def make(**changes: Any) -> CaptureFile:
     return CaptureFile(**(fields | changes))
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_round_trip(tmp_path):
     path = tmp_path / "captures" / capture.file_name(100, 2, 0)
     one = make()
     one.save(path)
@@ -70,7 +70,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert torch.load(path, weights_only=True)["format"] == capture.FORMAT
 
 
-def test_what_is_no_capture(tmp_path: Path) -> None:
+def test_what_is_no_capture(tmp_path):
     with pytest.raises(FileNotFoundError):
         CaptureFile.load(tmp_path / "missing.pt")
     text = tmp_path / "text.pt"
@@ -100,7 +100,7 @@ def test_what_is_no_capture(tmp_path: Path) -> None:
         {"sinks": torch.ones(3)},
     ],
 )
-def test_contradicting_shapes(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_contradicting_shapes(tmp_path, changes):
     path = tmp_path / "x.pt"
     replace(make(), **changes).save(path)
     with pytest.raises(ValueError, match="do not fit together"):
@@ -132,14 +132,14 @@ def test_contradicting_shapes(tmp_path: Path, changes: dict[str, Any]) -> None:
         ({"layout": "bshd"}, "layout is 'bshd', expected 'sbhd'"),
     ],
 )
-def test_fields_of_other_types(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_fields_of_other_types(tmp_path, changes, said):
     path = tmp_path / "x.pt"
     replace(make(), **changes).save(path)
     with pytest.raises(capture.CaptureError, match=rf"x\.pt: .*{said}.*capture again"):
         CaptureFile.load(path)
 
 
-def test_captures_of_formats_before_say_what_they_do_not_tell(tmp_path: Path) -> None:
+def test_captures_of_formats_before_say_what_they_do_not_tell(tmp_path):
     """Norms of format 2 are lower bounds; no file before format 4 tells of a variant."""
     path = tmp_path / "x.pt"
     make(variant="k_centered").save(path)
@@ -162,12 +162,12 @@ def test_captures_of_formats_before_say_what_they_do_not_tell(tmp_path: Path) ->
         CaptureFile.load(path)
 
 
-def test_a_capture_names_the_variant_that_computed_it(tmp_path: Path) -> None:
+def test_a_capture_names_the_variant_that_computed_it(tmp_path):
     assert taken(tmp_path, SimpleNamespace(), 4, 2).variant == ""
     assert taken(tmp_path, SimpleNamespace(), 4, 2, variant="k_centered").variant == "k_centered"
 
 
-def test_spectral_norms_are_exact(tmp_path: Path) -> None:
+def test_spectral_norms_are_exact(tmp_path):
     """A random matrix is where few power iterations stay furthest below."""
     heads, groups, d, c = 4, 2, 64, 768
     gen = torch.Generator().manual_seed(0)
@@ -220,9 +220,7 @@ def take(
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "in the way"])
-def test_a_capture_that_cannot_be_written_is_told_and_left_out(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_capture_that_cannot_be_written_is_told_and_left_out(kind, tmp_path, caplog):
     """In the backward pass of one rank; torch has an error of its own for an archive cut off."""
     with disk(tmp_path / "disk", kind if kind in KINDS else "limit") as small:
         folder, attention = small.folder / "captures", SimpleNamespace()
@@ -241,7 +239,7 @@ def test_a_capture_that_cannot_be_written_is_told_and_left_out(
     assert last.message == "captures: not written to the end; records that are missing: 2"
 
 
-def test_odd_keys_and_formats_are_no_capture(tmp_path: Path) -> None:
+def test_odd_keys_and_formats_are_no_capture(tmp_path):
     path = tmp_path / "x.pt"
     for content in ({"format": torch.ones(2)}, {"format": True}, {"format": capture.FORMAT, 3: 4}):
         torch.save(content, path)
@@ -258,9 +256,7 @@ def test_odd_keys_and_formats_are_no_capture(tmp_path: Path) -> None:
         (4, None, 2, [[0, 1], [2, 3]]),
     ],
 )
-def test_numbers_of_key_heads_are_those_of_the_layer(
-    tmp_path: Path, heads: int, groups: int | None, tp: int, expected: list[list[int]]
-) -> None:
+def test_numbers_of_key_heads_are_those_of_the_layer(tmp_path, heads, groups, tp, expected):
     mine, kv = heads // tp, max(1, (groups or heads) // tp)
     for rank in range(tp):
         where: Any = SimpleNamespace(tp_rank=rank, dp_rank=0)

@@ -120,13 +120,13 @@ def errors(head: Head, stabilizer: str) -> tuple[float, float]:
     return rms(row_sum) / head.unit, rms(wrong) / rms(head.dq)
 
 
-def test_plain_kernels_do_harm_on_a_captured_head(head: Head) -> None:
+def test_plain_kernels_do_harm_on_a_captured_head(head):
     """Were it not so, the other test would show nothing."""
     row_sum, dq = errors(head, "none")
     assert row_sum > PLAIN_ROW_SUM and dq > PLAIN_DQ
 
 
-def test_compensated_kernels_do_none_on_a_captured_head(head: Head) -> None:
+def test_compensated_kernels_do_none_on_a_captured_head(head):
     """The regression test of the default numerics: each half of the compensation is needed."""
     row_sum, dq = errors(head, "compensated")
     assert row_sum < COMPENSATED_ROW_SUM and dq < COMPENSATED_DQ
@@ -134,7 +134,7 @@ def test_compensated_kernels_do_none_on_a_captured_head(head: Head) -> None:
 
 
 @pytest.mark.parametrize("stabilizer", ["projected", "compensated_projected"])
-def test_projecting_kernels_lose_the_rounding_of_ds_too(head: Head, stabilizer: str) -> None:
+def test_projecting_kernels_lose_the_rounding_of_ds_too(head, stabilizer):
     """And the error of a 16-bit O, where P K takes it out."""
     wrong = kernel_dq(head, head.q, head.k, stabilizer) - head.dq
     assert rms(wrong) / rms(head.dq) < PROJECTED_DQ < head.floor_dq

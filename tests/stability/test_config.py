@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ def rule(**values: Any) -> dict[str, Any]:
     return {"rule": RuleConfig(**values)}
 
 
-def test_the_defaults_are_fine() -> None:
+def test_the_defaults_are_fine():
     assert complaints({}) == []
 
 
@@ -58,13 +57,13 @@ def test_the_defaults_are_fine() -> None:
         ),
     ],
 )
-def test_what_is_refused(stability: dict[str, Any], attention: dict[str, Any], says: str) -> None:
+def test_what_is_refused(stability, attention, says):
     # precision fp32 is what stable_flash cannot take over from sdpa in this run
     found = complaints(stability, attention=attention)
     assert any(says in text for text in found), found
 
 
-def test_switch_where_there_is_something_to_switch_to() -> None:
+def test_switch_where_there_is_something_to_switch_to():
     for attention in ({"stabilizer": "none"}, {"stabilizer": "dynamic_max"}):
         assert complaints({"guard": "switch"}, attention=FLASH | attention) == []
     vendor = {"attention": {"backend": "sdpa_cudnn"}, "training": {"precision": "bf16"}}
@@ -72,7 +71,7 @@ def test_switch_where_there_is_something_to_switch_to() -> None:
     assert complaints({"guard": "switch"}, **cuda) == []
 
 
-def test_large_captures_are_refused() -> None:
+def test_large_captures_are_refused():
     long = {"seq_length": 1_048_576, "max_position_embeddings": 1_048_576}
     capture = {"capture_steps": [3], "capture_layers": [0]}
     assert any("more than 1,024: name fewer heads" in text for text in complaints(
@@ -83,7 +82,7 @@ def test_large_captures_are_refused() -> None:
     assert capture_mib(run, heads=1) == 5 * 1_048_576 * 16 * 4 / 2**20
 
 
-def test_keys_of_the_release_before_are_named_with_what_replaces_them(tmp_path: Path) -> None:
+def test_keys_of_the_release_before_are_named_with_what_replaces_them(tmp_path):
     """Every one of the 27 that is none any more."""
     old = {**dict.fromkeys(StabilityConfig.REMOVED, 1), "interval": 4}
     file = tmp_path / "run.yaml"

@@ -65,7 +65,7 @@ def recorded_run(name: str) -> record.Telemetry:
     return record.Telemetry(meta, (found,))
 
 
-def test_an_explosion_of_this_trainer_is_announced_a_thousand_steps_before(script: Any) -> None:
+def test_an_explosion_of_this_trainer_is_announced_a_thousand_steps_before(script):
     """Plain numerics, seed 2: the loss moves at 7,600; the gradient norm is silent to 7,500."""
     points = recorded_run("none").history().points
     moved = script.first_move(points, 2000)
@@ -74,7 +74,7 @@ def test_an_explosion_of_this_trainer_is_announced_a_thousand_steps_before(scrip
     assert moved - alarm >= 1000 and "layer 1 head 8" in reason
 
 
-def test_an_explosion_of_another_seed_is_announced_hundreds_of_steps_before(script: Any) -> None:
+def test_an_explosion_of_another_seed_is_announced_hundreds_of_steps_before(script):
     """Plain numerics, seed 1, on which no threshold was chosen, made long after the rule."""
     points = recorded_run("late_base").history().points
     moved = script.first_move(points, 2000)
@@ -82,7 +82,7 @@ def test_an_explosion_of_another_seed_is_announced_hundreds_of_steps_before(scri
     assert (alarm, moved) == (5600, 6250) and "layer 1 head 3" in reason
 
 
-def test_heads_that_grow_slowly_are_no_sign(script: Any) -> None:
+def test_heads_that_grow_slowly_are_no_sign(script):
     """Plain numerics with weight decay, the same seed: logits of 50 in its first head at 5,850."""
     points = recorded_run("weight_decay").history().points
     assert points[-1].step == 5850 and script.first_move(points, 2000) is None
@@ -90,7 +90,7 @@ def test_heads_that_grow_slowly_are_no_sign(script: Any) -> None:
         assert first_alarm(points, Rule(settle_steps=2000), level) is None
 
 
-def test_the_stable_run_beside_it_is_never_warned(script: Any) -> None:
+def test_the_stable_run_beside_it_is_never_warned(script):
     """`compensated`, the same batches and initial weights, to step 15,000; with room."""
     points = recorded_run("compensated").history().points
     assert points[-1].step == 15_000 and script.first_move(points, 2000) is None
@@ -99,7 +99,7 @@ def test_the_stable_run_beside_it_is_never_warned(script: Any) -> None:
         assert first_alarm(points, strict, level) is None
 
 
-def test_a_stable_run_with_plain_numerics_whose_norm_rises_is_no_alarm(script: Any) -> None:
+def test_a_stable_run_with_plain_numerics_whose_norm_rises_is_no_alarm(script):
     """Its heads show nothing. Its norm rises by 1.297."""
     run = json.loads((Path(__file__).parent / "recorded_qk_norm.json").read_text())
     names = ("loss", "grad_norm", "max_logit", "error")
@@ -116,7 +116,7 @@ def test_a_stable_run_with_plain_numerics_whose_norm_rises_is_no_alarm(script: A
 
 
 @pytest.mark.parametrize("name", ["none", "compensated"])
-def test_heads_that_grow_early_are_no_alarm(script: Any, name: str) -> None:
+def test_heads_that_grow_early_are_no_alarm(script, name):
     """Without a warm-up to wait for, the rule sees the first thousand steps of both runs."""
     points = recorded_run(name).history(Rule(settle_steps=0)).points
     early = [p for p in points if p.step <= 2000]
@@ -147,7 +147,7 @@ def run_dir(folder: Path, *, explodes: bool) -> str:
     return str(folder)
 
 
-def test_what_came_of_a_run(script: Any) -> None:
+def test_what_came_of_a_run(script):
     """A loss that is lost at a run's end counts, one that it began with does not."""
     said = script.outcome
     assert said(9000, alarm=5000, gone=6000) == "warned"
@@ -164,9 +164,7 @@ def test_what_came_of_a_run(script: Any) -> None:
     assert script.first_high(points[:2], 0) is None and script.first_high(points, 250) is None
 
 
-def test_runs_of_ones_own_are_judged(
-    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_runs_of_ones_own_are_judged(script, tmp_path, monkeypatch, capsys):
     judged = [run_dir(tmp_path / "bad", explodes=True), run_dir(tmp_path / "good", explodes=False)]
     command = ["early_warning.py", "--judge", *judged]
     monkeypatch.setattr(sys, "argv", command)
@@ -179,7 +177,7 @@ def test_runs_of_ones_own_are_judged(
     assert good["outcome"] == "quiet" and good["alarm"] is None
 
 
-def test_a_run_is_judged_as_it_judged_itself(script: Any, tmp_path: Path) -> None:
+def test_a_run_is_judged_as_it_judged_itself(script, tmp_path):
     """It begins anew where its numerics change: another norm from there on is no rise."""
     rule = Rule(settle_steps=500)
     heads = {name: np.full((1, 1), 1e-4, np.float32) for name in HEAD_METRICS}
@@ -195,7 +193,7 @@ def test_a_run_is_judged_as_it_judged_itself(script: Any, tmp_path: Path) -> Non
     assert (found["outcome"], found["alarm"], found["watch"]) == ("quiet", None, None)
 
 
-def test_losses_that_are_not_finite_have_moved(script: Any) -> None:
+def test_losses_that_are_not_finite_have_moved(script):
     points = curve("compensated_1")[:40]
     broken = [*points, *(Point(step=points[-1].step + 50 * i, loss=math.nan, grad_norm=math.nan,
                                grad_norm_max=math.nan) for i in range(1, 8))]  # fmt: skip
@@ -203,7 +201,7 @@ def test_losses_that_are_not_finite_have_moved(script: Any) -> None:
     assert first_alarm(broken, Rule()) == points[-1].step + 50
 
 
-def test_a_loss_that_breaks_in_the_warm_up_moves_there_and_not_before(script: Any) -> None:
+def test_a_loss_that_breaks_in_the_warm_up_moves_there_and_not_before(script):
     """Where it rises in the warm-up, as losses do, it has not moved; the alarm is no warning."""
     losses = [9.0, 5.0, 5.0, 5.0, 5.0, 5.0, *[5.5] * 6, math.nan, math.nan]
     points = [
@@ -217,6 +215,6 @@ def test_a_loss_that_breaks_in_the_warm_up_moves_there_and_not_before(script: An
     assert script.first_move(points, 0) is not None and script.first_move(points[6:], 0) == 50 * 13
 
 
-def test_what_is_no_run_is_told_in_one_line(script: Any, tmp_path: Path) -> None:
+def test_what_is_no_run_is_told_in_one_line(script, tmp_path):
     with pytest.raises(SystemExit, match="no run directory with telemetry"):
         script.examine(tmp_path)

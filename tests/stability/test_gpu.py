@@ -60,7 +60,7 @@ def observe(module: Any, observer: Any, regime: str) -> tuple[HeadSums, Any, tup
 
 @pytest.mark.parametrize(("backend", "options"), KERNELS, ids=str)
 @pytest.mark.parametrize("regime", ["tie2s", "near2", "diffuse"])
-def test_errors_are_those_of_the_probe(backend: str, options: dict[str, Any], regime: str) -> None:
+def test_errors_are_those_of_the_probe(backend, options, regime):
     module, observer = watched(backend, options)
     sums, seen, inputs = observe(module, observer, regime)
     found = head_metrics(*(x.cpu().numpy() for x in sums.totals()))
@@ -80,7 +80,7 @@ def test_errors_are_those_of_the_probe(backend: str, options: dict[str, Any], re
 
 
 @pytest.mark.parametrize(("backend", "options"), KERNELS, ids=str)
-def test_an_observation_never_waits_for_the_device(backend: str, options: dict[str, Any]) -> None:
+def test_an_observation_never_waits_for_the_device(backend, options):
     module, observer = watched(backend, options)
     observe(module, observer, "near2")  # compiles the kernels
     q, k, v = (torch.randn(N, 1, HEADS, D, device="cuda").bfloat16() for _ in range(3))
@@ -107,7 +107,7 @@ def test_an_observation_never_waits_for_the_device(backend: str, options: dict[s
     assert float(found[..., 0].sum()) > 0
 
 
-def test_norms_and_their_way_to_the_host_never_wait() -> None:
+def test_norms_and_their_way_to_the_host_never_wait():
     """Spectral norms from the first time on; then reduction results on their way, slot by slot."""
     from types import SimpleNamespace
 

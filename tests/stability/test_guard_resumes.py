@@ -54,9 +54,7 @@ def weights(results: list[dict[str, Any]]) -> list[str]:
     return [rank["weights"] for rank in results]
 
 
-def test_a_crash_at_the_checkpoint_of_the_danger_keeps_the_switch(
-    crashes: Any, folder: Path
-) -> None:
+def test_a_crash_at_the_checkpoint_of_the_danger_keeps_the_switch(crashes, folder):
     """The checkpoint was saved before its record was read: only the record tells."""
     runs = folder / "runs"
     assert [r["code"] for name in ("crashed", "killed") for r in crashes[name]] == [3, 3, 0, 0]
@@ -70,7 +68,7 @@ def test_a_crash_at_the_checkpoint_of_the_danger_keeps_the_switch(
         np.testing.assert_array_equal(values, b.scalars[name], err_msg=name)
 
 
-def test_another_guard_setting_wins_over_the_record(crashes: Any, folder: Path) -> None:
+def test_another_guard_setting_wins_over_the_record(crashes, folder):
     assert [r["code"] for r in crashes["warned"]] == [0, 0]
     assert "stability.guard is warn now: attention is as configured" in log_of(
         folder, "killed_back"
@@ -79,9 +77,7 @@ def test_another_guard_setting_wins_over_the_record(crashes: Any, folder: Path) 
     assert told == [0.0] * (DANGER - 1) + [SWITCHED] + [0.0] * (11 - DANGER)
 
 
-def test_a_run_that_starts_from_that_checkpoint_switches_as_well(
-    crashes: Any, folder: Path
-) -> None:
+def test_a_run_that_starts_from_that_checkpoint_switches_as_well(crashes, folder):
     found, unbroken = (figures(folder / "runs" / name) for name in ("other", "unbroken"))
     assert found == {step: unbroken[step] for step in range(DANGER + 1, 12)}
 
@@ -102,7 +98,7 @@ def rewinds(folder: Path, corpus: Path) -> dict[str, Any]:
                     strict=True))  # fmt: skip
 
 
-def test_a_crash_after_a_rewind_keeps_the_switch(rewinds: Any, folder: Path) -> None:
+def test_a_crash_after_a_rewind_keeps_the_switch(rewinds, folder):
     """No checkpoint has seen the switch: the file of the run directory tells of it."""
     runs = folder / "runs"
     assert [rewinds[name][0]["code"] for name in ("unbroken", "crashed", "resumed")] == [0, 7, 0]
@@ -115,7 +111,7 @@ def test_a_crash_after_a_rewind_keeps_the_switch(rewinds: Any, folder: Path) -> 
     assert switched == [0.0] * BACK_TO + [BACK_TO] * (11 - BACK_TO)
 
 
-def test_a_run_begun_anew_has_not_switched(rewinds: Any, folder: Path) -> None:
+def test_a_run_begun_anew_has_not_switched(rewinds, folder):
     assert "begins anew at step 0, without switched.json" in log_of(folder, "anew")
     assert not (folder / "runs" / "anew" / guard.FILE).exists()
     assert record.read(folder / "runs" / "anew").switched_at is None
@@ -135,14 +131,12 @@ def test_a_run_begun_anew_has_not_switched(rewinds: Any, folder: Path) -> None:
         (0, 5, 0, 0),  # begun anew
     ],
 )
-def test_the_first_of_checkpoint_and_file_counts(
-    saved: int, told: int, step: int, found: int
-) -> None:
+def test_the_first_of_checkpoint_and_file_counts(saved, told, step, found):
     assert guard.in_force_from(saved, told, step=step) == found
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"switched_at": 0}', '{"switched_at": "4"}'])
-def test_a_damaged_file_is_not_guessed_at(tmp_path: Path, text: str) -> None:
+def test_a_damaged_file_is_not_guessed_at(tmp_path, text):
     assert guard.recall(tmp_path) == 0
     guard.remember(tmp_path, 40)
     assert guard.recall(tmp_path) == 40

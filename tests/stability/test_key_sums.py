@@ -67,14 +67,14 @@ def metrics(sums: KeySums) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_exact_gradients_leave_the_rounding_of_storing_them(dtype: torch.dtype) -> None:
+def test_exact_gradients_leave_the_rounding_of_storing_them(dtype):
     found = metrics(measured(*call(dtype=dtype)[:4]))
     for name in ("dk_sum", "dv_sum"):
         assert (found[name][1] > 0.7).all() and (found[name][1] < 1.4).all(), found[name]
         assert math.isnan(found[name][0, 0])  # a layer that was not seen
 
 
-def test_a_biased_delta_is_found_in_its_head_alone() -> None:
+def test_a_biased_delta_is_found_in_its_head_alone():
     seen, dout, dk, dv, e = call(bias=0.05)
     found = metrics(measured(seen, dout, dk, dv))
     assert (found["dk_sum"][1, :2] > 10).all()  # the query heads that share its key
@@ -85,7 +85,7 @@ def test_a_biased_delta_is_found_in_its_head_alone() -> None:
     assert found["dk_sum"][1, 0] == pytest.approx(float(left.norm() / floor), rel=0.05)
 
 
-def test_a_sum_that_is_not_that_of_the_weights_is_found_in_dv() -> None:
+def test_a_sum_that_is_not_that_of_the_weights_is_found_in_dv():
     seen, dout, dk, dv, _ = call()
     found = metrics(measured(seen, dout, dk, (dv.float() * 1.02).bfloat16()))
     assert (found["dv_sum"][1] > 5).all() and (found["dk_sum"][1] < 1.4).all()
@@ -100,14 +100,12 @@ def test_a_sum_that_is_not_that_of_the_weights_is_found_in_dv() -> None:
         ({"geometry": Geometry(scale=1.0, causal=False, window=(1, 1))}, {"dk_sum"}),
     ],
 )
-def test_what_the_derivation_does_not_cover_is_left_out(change: Any, known: set[str]) -> None:
+def test_what_the_derivation_does_not_cover_is_left_out(change, known):
     found = metrics(measured(*call(**change)[:4]))
     assert {name for name, values in found.items() if not math.isnan(values[1, 0])} == known
 
 
-def test_under_context_parallelism_the_vectors_are_added_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_under_context_parallelism_the_vectors_are_added_first(monkeypatch):
     """Two ranks with half of the keys and rows each: neither sum is zero, that of both is."""
     seen, dout, dk, dv, _ = call()
     whole = metrics(measured(seen, dout, dk, dv))
@@ -144,7 +142,7 @@ class Count(TorchDispatchMode):
         return out
 
 
-def test_what_it_costs() -> None:
+def test_what_it_costs():
     """Launches per layer, those of one observation in `interval` steps.
 
     dK and dV are read twice, dO once: at s 8192, b 1, 32 query and 8 key/value heads of 128 that is

@@ -66,7 +66,7 @@ def call(stabilizer: str, tokens: int = S) -> Seen:
     ("compensated", 1, S, 82), ("compensated", 12, S, 176), ("none", 12, S, 160),
     ("compensated", 12, 1024, 242),
 ])  # fmt: skip
-def test_an_observation(stabilizer: str, layers: int, tokens: int, most: int) -> None:
+def test_an_observation(stabilizer, layers, tokens, most):
     sums = HeadSums(
         layers=2, heads=H, first_head=0, rows=32, sequences=4, device=torch.device("cpu")
     )
@@ -80,7 +80,7 @@ def test_an_observation(stabilizer: str, layers: int, tokens: int, most: int) ->
 
 
 @pytest.mark.parametrize("layers", [1, 12])
-def test_the_norms_of_weights(layers: int) -> None:
+def test_the_norms_of_weights(layers):
     attention = SimpleNamespace(
         linear_qkv=SimpleNamespace(weight=torch.randn(3 * H * D, 96).bfloat16()),
         num_attention_heads_per_partition=H,

@@ -155,7 +155,7 @@ def run(
     )  # fmt: skip
 
 
-def test_every_step_of_its_loop_is_watched(tmp_path: Path, bridge: Any) -> None:
+def test_every_step_of_its_loop_is_watched(tmp_path, bridge):
     saved: list[int] = []
     clip = bridge.clip_qk
     run(bridge, tmp_path, saved, steps=3)
@@ -170,7 +170,7 @@ def test_every_step_of_its_loop_is_watched(tmp_path: Path, bridge: Any) -> None:
     assert whole == pytest.approx(told.scalars["grad_norm_mean"], rel=1e-3)
 
 
-def test_danger_saves_and_ends_the_run(tmp_path: Path, bridge: Any) -> None:
+def test_danger_saves_and_ends_the_run(tmp_path, bridge):
     saved: list[int] = []
     with pytest.raises(SystemExit) as ended:
         run(bridge, tmp_path, saved, steps=9, guard="stop", more=math.inf)

@@ -7,7 +7,6 @@ ordinary memory waits as well; a dispatch mode catches those. test_gpu.py asks t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,7 +73,7 @@ def seen(backend: str, stabilizer: str, *, low: torch.dtype | None) -> Seen:
         ("reference", "", None),
     ],
 )
-def test_sums_of_heads(backend: str, stabilizer: str, low: torch.dtype | None) -> None:
+def test_sums_of_heads(backend, stabilizer, low):
     sums = HeadSums(layers=2, heads=H, first_head=0, rows=8, sequences=2, device=META)
     with NoCrossing():
         sums.clear(phase=3)
@@ -83,7 +82,7 @@ def test_sums_of_heads(backend: str, stabilizer: str, low: torch.dtype | None) -
         sums.totals()
 
 
-def test_norms_of_gradients_and_weights() -> None:
+def test_norms_of_gradients_and_weights():
     norms = LayerNorms.__new__(LayerNorms)
     norms.squares = torch.zeros(3, dtype=torch.float64, device=META)
     buffer = SimpleNamespace(grad_data=torch.empty(100, device=META))
@@ -105,7 +104,7 @@ def test_norms_of_gradients_and_weights() -> None:
         spectral.measure()
 
 
-def test_weights_of_fewer_key_heads_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_fewer_key_heads_than_ranks(monkeypatch):
     """The shapes say what goes to whom."""
     sizes: list[Any] = []
     monkeypatch.setattr(
@@ -145,7 +144,7 @@ def test_weights_of_fewer_key_heads_than_ranks(monkeypatch: pytest.MonkeyPatch) 
         lambda x: x + torch.arange(8.0).to(META),
     ],
 )
-def test_what_waits_would_be_found(wait: Callable[[torch.Tensor], Any]) -> None:
+def test_what_waits_would_be_found(wait):
     x = torch.empty(8, device=META)
     with NoCrossing(), pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
         wait(x)

@@ -58,7 +58,7 @@ def watched() -> tuple[Any, Any, Any, list[Any]]:
     return observer, sites[0], sites[0].module, found
 
 
-def test_sites_are_numbered_over_the_whole_model() -> None:
+def test_sites_are_numbered_over_the_whole_model():
     from megatron_patch.stability.observe import find_sites
 
     sites = find_sites([Model()], decoder_layers=4)
@@ -66,7 +66,7 @@ def test_sites_are_numbered_over_the_whole_model() -> None:
     assert sites[0].backend == "reference" and sites[0].stabilizer == ""
 
 
-def test_a_site_names_the_variant_of_an_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_names_the_variant_of_an_experiment(monkeypatch):
     """The function says so that core attention calls, whoever put it there."""
     from megatron_patch.attention.backends import BACKENDS
     from megatron_patch.stability.observe import find_sites
@@ -81,7 +81,7 @@ def test_a_site_names_the_variant_of_an_experiment(monkeypatch: pytest.MonkeyPat
     assert find_sites([Model()], decoder_layers=4)[0].variant == "k_centered"
 
 
-def test_the_wanted_micro_batch_and_its_gradient_are_seen(watched: Any) -> None:
+def test_the_wanted_micro_batch_and_its_gradient_are_seen(watched):
     _, _, module, found = watched
     calls = [tensors(seed) for seed in range(3)]
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_the_wanted_micro_batch_and_its_gradient_are_seen(watched: Any) -> None:
     assert seen.geometry.scale == DIM**-0.5
 
 
-def test_recomputed_calls_count_once(watched: Any) -> None:
+def test_recomputed_calls_count_once(watched):
     """The first pass of a checkpointed call has no gradients; the second, in the backward, has."""
     from torch.utils.checkpoint import checkpoint
 
@@ -112,7 +112,7 @@ def test_recomputed_calls_count_once(watched: Any) -> None:
     assert torch.equal(seen.k, calls[1][1]) and (do == 1).all()
 
 
-def test_inputs_that_are_dropped_and_recomputed_are_back_when_they_are_looked_at() -> None:
+def test_inputs_that_are_dropped_and_recomputed_are_back_when_they_are_looked_at():
     """Recompute of ``mla_up_proj``: a hook on the output, registered after the observer's, refills
     the storage of q, k and v."""
     from megatron.core.tensor_parallel import CheckpointWithoutOutput
@@ -139,7 +139,7 @@ def test_inputs_that_are_dropped_and_recomputed_are_back_when_they_are_looked_at
     assert (do == 3).all()
 
 
-def test_disarmed_and_never_armed_modules_carry_no_hook(watched: Any) -> None:
+def test_disarmed_and_never_armed_modules_carry_no_hook(watched):
     observer, _, module, found = watched
     assert module._forward_hooks
     observer.disarm()
@@ -153,7 +153,7 @@ def test_disarmed_and_never_armed_modules_carry_no_hook(watched: Any) -> None:
     assert not module._forward_hooks
 
 
-def test_what_was_seen_is_freed_with_the_graph(watched: Any) -> None:
+def test_what_was_seen_is_freed_with_the_graph(watched):
     """A hook that held the tensor it stands on would keep every observed step alive."""
     observer, _, module, _ = watched
     from megatron_patch.stability.observe import ObservationRequest
@@ -189,7 +189,7 @@ class Recorder(torch.nn.Module):
         self.backend_name, self.options = backend, options
 
 
-def test_the_guard_exchanges_what_needs_it_once() -> None:
+def test_the_guard_exchanges_what_needs_it_once():
     from megatron_patch.stability.observe import Site
 
     modules = [
@@ -209,7 +209,7 @@ def test_the_guard_exchanges_what_needs_it_once() -> None:
     assert guard.switch(sites) == 0
 
 
-def test_a_backend_that_cannot_serve_leaves_the_layer_as_it_was() -> None:
+def test_a_backend_that_cannot_serve_leaves_the_layer_as_it_was():
     from megatron_patch.attention.registry import BackendError
 
     module = core()

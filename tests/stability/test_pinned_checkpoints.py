@@ -58,7 +58,7 @@ def runs(own_worker: None, folder: Path, corpus: Path) -> dict[str, Any]:
 
 
 @pytest.mark.multiprocess
-def test_it_is_there_at_the_end_and_after_a_resume(runs: Any, folder: Path) -> None:
+def test_it_is_there_at_the_end_and_after_a_resume(runs, folder):
     assert [rank["code"] for name in ("first", "resumed") for rank in runs[name]] == [0] * 4
     assert runs["left"] == [4, 12, 13]
     assert pinned.read(root(folder, "warn")) == PINNED
@@ -67,7 +67,7 @@ def test_it_is_there_at_the_end_and_after_a_resume(runs: Any, folder: Path) -> N
 
 
 @pytest.mark.multiprocess
-def test_going_back_to_it_works_and_keeps_it(runs: Any, folder: Path) -> None:
+def test_going_back_to_it_works_and_keeps_it(runs, folder):
     assert [rank["code"] for rank in runs["back"]] == [0, 0]
     assert "resuming after step 4 " in log_of(folder, "warn")
     assert record.read(folder / "runs" / "warn").meta["attention"] == "stable_flash/compensated"
@@ -76,16 +76,14 @@ def test_going_back_to_it_works_and_keeps_it(runs: Any, folder: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_run_that_the_guard_stops_has_it(runs: Any, folder: Path) -> None:
+def test_a_run_that_the_guard_stops_has_it(runs, folder):
     assert [rank["code"] for rank in runs["stop"]] == [5] * 2
     assert steps(folder, "stop") == [4, 6, 8] and pinned.read(root(folder, "stop")) == PINNED
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_whatever_the_guard_does_and_however_it_saves(
-    own_worker: None, folder: Path, corpus: Path
-) -> None:
+def test_whatever_the_guard_does_and_however_it_saves(own_worker, folder, corpus):
     plan = {
         "switch": run("switch", "stability.guard=switch", at(13)),
         "background": run("background", "checkpoint.async_save=true", at(13)),
@@ -113,9 +111,7 @@ def test_whatever_the_guard_does_and_however_it_saves(
         ([], 40, 40),
     ],
 )
-def test_where_the_signs_began(
-    tmp_path: Path, levels: list[float], danger: int, began: int
-) -> None:
+def test_where_the_signs_began(tmp_path, levels, danger, began):
     writer = telemetry_records.write(tmp_path, [])
     for i, level in enumerate(levels):
         scalars = {"level": level, "loss_mean": 3.0, "grad_norm_mean": 0.3}
@@ -128,7 +124,7 @@ def test_where_the_signs_began(
     assert record.read(tmp_path).signs_began(danger) == began
 
 
-def test_signs_are_looked_for_as_far_back_as_it_matters(tmp_path: Path) -> None:
+def test_signs_are_looked_for_as_far_back_as_it_matters(tmp_path):
     writer = telemetry_records.write(tmp_path, [])
     for step in range(10, 100, 10):
         heads, layers = telemetry_records.heads(0.0), {"grad_norm": np.ones(telemetry_records.L)}
@@ -155,7 +151,7 @@ def saver(tmp_path: Path) -> Any:
     return SimpleNamespace(saver=made, store=store, said=said)
 
 
-def test_without_records_it_is_one_from_before_the_danger(saver: Any) -> None:
+def test_without_records_it_is_one_from_before_the_danger(saver):
     saver.saver.keep_before_danger(10)
     kept = "danger at step 10, signs since step 10"
     assert pinned.read(saver.store.root) == {"step_00000005.attempt-1": kept}
@@ -169,13 +165,13 @@ def at_danger(saver: Any, monkeypatch: pytest.MonkeyPatch, step: int, began: int
     return sorted(pinned.read(saver.store.root))
 
 
-def test_a_release_holds_until_the_next_start(saver: Any, monkeypatch: Any) -> None:
+def test_a_release_holds_until_the_next_start(saver, monkeypatch):
     assert at_danger(saver, monkeypatch, 12, 11) == ["step_00000010.attempt-1"]
     (saver.store.root / pinned.FILE).unlink()
     assert at_danger(saver, monkeypatch, 13, 11) == []
 
 
-def test_one_danger_after_another(saver: Any, monkeypatch: Any) -> None:
+def test_one_danger_after_another(saver, monkeypatch):
     """While its signs last nothing is looked up again; after a calm, or a rewind, it is."""
     first, second = "step_00000005.attempt-1", "step_00000010.attempt-1"
     assert at_danger(saver, monkeypatch, 12, 8) == [first]
@@ -193,7 +189,7 @@ def test_one_danger_after_another(saver: Any, monkeypatch: Any) -> None:
     assert at_danger(saver, monkeypatch, 41, 39) == [first, second] and asked == [1, 1]
 
 
-def test_a_failure_is_told_and_tried_again(saver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_told_and_tried_again(saver, monkeypatch):
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -213,7 +209,7 @@ def test_a_failure_is_told_and_tried_again(saver: Any, monkeypatch: pytest.Monke
     }
 
 
-def test_only_the_first_rank_keeps(saver: Any) -> None:
+def test_only_the_first_rank_keeps(saver):
     saver.store.ranks.rank = 1
     saver.saver.keep_before_danger(10)
     assert not (saver.store.root / pinned.FILE).exists()

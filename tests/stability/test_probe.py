@@ -62,7 +62,7 @@ def probe(one: CaptureFile, names: str = "all") -> dict:
     return probing.probe_capture(one, probing.choose(names, CPU), device=CPU, skip_rows=32)
 
 
-def test_every_backend_has_figures_on_a_failing_regime() -> None:
+def test_every_backend_has_figures_on_a_failing_regime():
     found = probe(capture("one", n=64))
     backends = found["backends"]
     assert {"stable_flash compensated", "stable_flash none", "reference", "sdpa_math"} <= set(
@@ -105,7 +105,7 @@ def check_evidence(one: CaptureFile, *, kernel: bool) -> None:
 
 
 @pytest.mark.parametrize("regime", ["tie2s", "near2"])
-def test_failing_tensors_pass_compensated_and_fail_none(regime: str) -> None:
+def test_failing_tensors_pass_compensated_and_fail_none(regime):
     """The regression test of the default numerics: without them it fails."""
     check_evidence(capture(regime), kernel=True)
 
@@ -124,22 +124,18 @@ def check_shipped(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CAPTURED, ids=lambda p: p.name)
-def test_captures_of_failing_runs(path: Path) -> None:
+def test_captures_of_failing_runs(path):
     """What a run of the product left; collects nothing while there is none."""
     check_shipped(path)
 
 
-def test_the_check_of_shipped_captures(tmp_path: Path) -> None:
+def test_the_check_of_shipped_captures(tmp_path):
     """It works on a capture as large as a real one, and takes nothing that proves nothing."""
     facts = {"n": 1024, "heads": 4, "run_name": "stand-in", "trigger": "grad_norm"}
     good = tmp_path / file_name(5000, 1, 0, "grad_norm")
     capture("tie2s", **facts).save(good)
     check_shipped(good)
-    for change in (
-        {"run_name": "synthetic"},
-        {"trigger": "step"},
-        {"stabilizer": "compensated"},
-    ):
+    for change in ({"run_name": "synthetic"}, {"trigger": "step"}, {"stabilizer": "compensated"}):
         other = tmp_path / "other.pt"
         capture("tie2s", **facts | change).save(other)
         with pytest.raises(AssertionError):
@@ -150,7 +146,7 @@ def test_the_check_of_shipped_captures(tmp_path: Path) -> None:
         check_shipped(harmless)
 
 
-def test_summaries_leave_out_emulations_of_what_was_measured() -> None:
+def test_summaries_leave_out_emulations_of_what_was_measured():
     found = {"emulated none": {}, "stable_flash none": {}, "sdpa_flash": {}, "emulated lag": {},
              "emulated paper": {}, "stable_flash paper": {"error": "no GPU"}}  # fmt: skip
     kept = [
@@ -163,7 +159,7 @@ def test_summaries_leave_out_emulations_of_what_was_measured() -> None:
     assert probe_report.shown(found) == kept
 
 
-def test_grouped_heads_and_windows() -> None:
+def test_grouped_heads_and_windows():
     """head_to_kv says which key head a query head reads, also when heads were picked out."""
     two = capture("gauss", heads=3)
     shared = capture(
@@ -180,7 +176,7 @@ def test_grouped_heads_and_windows() -> None:
     assert "no sliding window" in cell["error"]
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command(tmp_path, capsys):
     run = tmp_path / "run"
     for step, regime in ((100, "diffuse"), (4000, "tie2s")):
         capture(regime, step=step).save(run / "captures" / file_name(step, 1, 0))
@@ -202,9 +198,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "coherence" in (tmp_path / "p" / "probe.md").read_text()
 
 
-def test_a_backend_without_delta_is_judged_by_its_gradients(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_backend_without_delta_is_judged_by_its_gradients(tmp_path, capsys):
     capture("gauss").save(tmp_path / "a.pt")
     command = ["probe", str(tmp_path / "a.pt"), "--backends", "sdpa_math", "--device", "cpu"]
     assert app.run(command) == 0
@@ -212,7 +206,7 @@ def test_a_backend_without_delta_is_judged_by_its_gradients(
     assert "| sdpa_math |" in said.out and "no finite figure" not in said.err
 
 
-def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_is_refused(tmp_path, capsys):
     (tmp_path / "code.pt").write_bytes(b"not a capture")
     cases = (
         ([str(tmp_path)], "not a capture"),
@@ -230,21 +224,16 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"q": None}, {"k": torch.zeros(96, 1, 2, 4)}, {"window": []}, {"heads": ["a", "b"]}],
+    "changes", [{"q": None}, {"k": torch.zeros(96, 1, 2, 4)}, {"window": []}, {"heads": ["a", "b"]}]
 )
-def test_a_capture_that_contradicts_itself_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture, changes: dict
-) -> None:
+def test_a_capture_that_contradicts_itself_is_one_line(tmp_path, capsys, changes):
     dataclasses.replace(capture("gauss"), **changes).save(tmp_path / "odd.pt")
     assert app.run(["probe", str(tmp_path / "odd.pt"), "--device", "cpu"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "odd.pt" in said and next(iter(changes)) in said
 
 
-def test_a_damaged_capture_leaves_the_others_their_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_damaged_capture_leaves_the_others_their_figures(tmp_path, capsys):
     good, out = capture("gauss"), tmp_path / "out"
     folder = tmp_path / "captures"
     for name in ("a", "c", "e"):
@@ -272,9 +261,7 @@ def test_a_damaged_capture_leaves_the_others_their_figures(
     assert "none of the 3 captures can be probed" in said.err and "b.pt" in said.err
 
 
-def test_an_out_that_cannot_be_written_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_out_that_cannot_be_written_is_one_line(tmp_path, capsys):
     capture("gauss").save(tmp_path / "a.pt")
     taken = tmp_path / "taken"
     taken.write_text("mine")
@@ -291,7 +278,7 @@ def test_an_out_that_cannot_be_written_is_one_line(
     assert taken.read_text() == "mine"
 
 
-def test_a_backend_that_raises_leaves_the_others_their_figures() -> None:
+def test_a_backend_that_raises_leaves_the_others_their_figures():
     def broken(_: probing.Tensors):
         raise RuntimeError("no kernel\nand more")
 
@@ -306,9 +293,7 @@ def constants(name: str) -> float:
     raise AssertionError(f"{name} is no JSON")
 
 
-def test_a_capture_that_is_not_finite_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_capture_that_is_not_finite_says_so(tmp_path, capsys):
     """NaN in, and no figure that looks like one out: not in the table, not in the JSON."""
     one = capture("gauss")
     one.dout[70, 0, 1, 3] = math.nan
@@ -332,7 +317,7 @@ def test_a_capture_that_is_not_finite_says_so(
     assert (out / "probe.png").is_file() and "not finite" in (out / "probe.md").read_text()
 
 
-def test_norms_that_are_lower_bounds_are_not_shown_as_the_norms() -> None:
+def test_norms_that_are_lower_bounds_are_not_shown_as_the_norms():
     found = probe(capture("gauss"), "reference")
     assert found["capture"]["norms_exact"]
     assert "Largest spectral norm over heads: W_Q 2." in probe_report.markdown(found)
@@ -340,14 +325,14 @@ def test_norms_that_are_lower_bounds_are_not_shown_as_the_norms() -> None:
     assert "over heads (from below: a few power iterations): W_Q 2." in probe_report.markdown(found)
 
 
-def test_the_variant_that_computed_a_capture_is_among_its_facts() -> None:
+def test_the_variant_that_computed_a_capture_is_among_its_facts():
     assert "variant" not in probe(capture("gauss", n=48), "sdpa_math")["capture"]
     found = probe(capture("gauss", n=48, variant="k_centered"), "sdpa_math")
     assert found["capture"]["variant"] == "k_centered"
     assert "under stable_flash/none, variant k_centered; rows" in probe_report.markdown(found)
 
 
-def test_shares_of_rows_that_are_not_finite_are_not_zero() -> None:
+def test_shares_of_rows_that_are_not_finite_are_not_zero():
     one = capture("gauss")
     one.q[70, 0, 1, 3] = math.inf
     found = probe(one, "reference")
@@ -360,7 +345,7 @@ def test_shares_of_rows_that_are_not_finite_are_not_zero() -> None:
                                              ["backends"]["reference"])  # fmt: skip
 
 
-def test_a_backend_that_overflows_is_told_from_a_capture_that_is_not_finite() -> None:
+def test_a_backend_that_overflows_is_told_from_a_capture_that_is_not_finite():
     def overflowing(x: probing.Tensors) -> BackendResult:
         return BackendResult(out=x.v * math.inf, dq=x.q)
 
@@ -372,7 +357,7 @@ def test_a_backend_that_overflows_is_told_from_a_capture_that_is_not_finite() ->
 
 
 @pytest.mark.gpu
-def test_kernels_of_every_backend_on_a_gpu() -> None:
+def test_kernels_of_every_backend_on_a_gpu():
     device = torch.device("cuda")
     runners = probing.choose("all", device)
     found = probing.probe_capture(

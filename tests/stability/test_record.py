@@ -33,7 +33,7 @@ def norms(q: float = 1.0, k: float = 1.0, odd: float = 1.0) -> dict[str, np.ndar
     }
 
 
-def test_points_name_the_worst_head() -> None:
+def test_points_name_the_worst_head():
     mean, kappa = np.full((L, H), 1e-3, np.float32), np.full((L, H), 5, np.float32)
     mean[1, 2], kappa[1, 2] = -2e-3, 100
     kappa[2, 3] = np.nan
@@ -49,7 +49,7 @@ def test_points_name_the_worst_head() -> None:
     assert point.growth == NOWHERE
 
 
-def test_head_growth_is_against_all_other_heads() -> None:
+def test_head_growth_is_against_all_other_heads():
     """All weights grow threefold, one head's fivefold in the same time."""
     found = history.History(Rule(head_steps=20))
     grown = [
@@ -62,7 +62,7 @@ def test_head_growth_is_against_all_other_heads() -> None:
     assert (last.growth.layer, last.growth.head) == (2, 1)
 
 
-def test_head_growth_looks_back_to_the_latest_record_that_is_old_enough() -> None:
+def test_head_growth_looks_back_to_the_latest_record_that_is_old_enough():
     found = history.History(Rule(head_steps=20, settle_steps=10))
     for step, odd in ((10, 1.0), (30, 2.0), (45, 4.0), (50, 6.0), (300, 12.0)):
         point = found.add(step=step, scalars=SCALARS, heads=norms(odd=odd))
@@ -74,7 +74,7 @@ def test_head_growth_looks_back_to_the_latest_record_that_is_old_enough() -> Non
     assert len(found._norms) == 2
 
 
-def test_heads_with_small_logits_do_not_count() -> None:
+def test_heads_with_small_logits_do_not_count():
     """Early in training single heads leave the others behind, and nothing is wrong."""
     found = history.History(Rule(head_steps=10))
     found.add(step=10, scalars=SCALARS, heads=norms())
@@ -86,7 +86,7 @@ def test_heads_with_small_logits_do_not_count() -> None:
     assert found.add(step=30, scalars=SCALARS, heads=large).growth.value == pytest.approx(3.0)
 
 
-def test_heads_without_norms_have_no_growth() -> None:
+def test_heads_without_norms_have_no_growth():
     """Layers without a fused QKV projection, weights of zeros, a record that is not finite."""
     found = history.History(Rule(head_steps=10))
     nothing, broken = norms(), norms(q=math.inf, k=0.0)
@@ -119,7 +119,7 @@ def test_heads_without_norms_have_no_growth() -> None:
     assert history.head_growth(*pair, without=without) == Spot(2.0, 2, 1)
 
 
-def test_a_resume_judges_as_an_unbroken_run(tmp_path: Path) -> None:
+def test_a_resume_judges_as_an_unbroken_run(tmp_path):
     rule = Rule(head_steps=30)
     described = record.make_meta(layers=L, heads=H, interval=10, rule=rule, attention="a/b")
     writer = Writer(tmp_path, described, start_step=0)
@@ -154,7 +154,7 @@ def begin_from(
     return found
 
 
-def test_other_attention_after_a_resume_is_another_run(tmp_path: Path) -> None:
+def test_other_attention_after_a_resume_is_another_run(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     write(first, [10, 20]).close()
     for start, name in ((20, "a/b"), (30, "a/b"), (40, "c/d")):
@@ -182,7 +182,7 @@ def test_other_attention_after_a_resume_is_another_run(tmp_path: Path) -> None:
         history_from_parent(first, meta("a/b"), step=20, steps=100)
 
 
-def test_looking_back_on_another_run(tmp_path: Path) -> None:
+def test_looking_back_on_another_run(tmp_path):
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     checkpoint = first / "checkpoints" / "step_00000040.attempt-1"
     checkpoint.mkdir(parents=True)
@@ -219,7 +219,7 @@ def test_looking_back_on_another_run(tmp_path: Path) -> None:
 SICK = {name: np.ones((L, H), np.float32) for name in ("used_error_rms", "kappa")}
 
 
-def test_verdicts_repeat_what_the_run_said(tmp_path: Path) -> None:
+def test_verdicts_repeat_what_the_run_said(tmp_path):
     writer = Writer(tmp_path, meta(), start_step=0)
     for i in range(20):
         scalars = {"loss_mean": 3.0, "grad_norm_mean": 0.3, "grad_norm_max": 0.3}
@@ -253,7 +253,7 @@ def rescued(folder: Path, *, switched_at: int, until: int = 60, odd: int = 0) ->
 
 
 @pytest.mark.parametrize("later", [0, 1])
-def test_verdicts_start_anew_where_the_guard_switched(tmp_path: Path, later: int) -> None:
+def test_verdicts_start_anew_where_the_guard_switched(tmp_path, later):
     """What the run said, record by record: one danger, to be watched after the rescue."""
     said = rescued(tmp_path, switched_at=later)
     assert said.count("danger") == 1 and said[-1] == "watch"
@@ -269,7 +269,7 @@ def test_verdicts_start_anew_where_the_guard_switched(tmp_path: Path, later: int
     assert [p.step for p in found.points()] == found.steps.tolist()
 
 
-def test_a_run_that_began_with_switched_numerics(tmp_path: Path) -> None:
+def test_a_run_that_began_with_switched_numerics(tmp_path):
     """Its checkpoint tells of a switch in another run, or after the step it was taken back to."""
     for switched in (5, 5000):
         folder = tmp_path / str(switched)
@@ -278,7 +278,7 @@ def test_a_run_that_began_with_switched_numerics(tmp_path: Path) -> None:
         assert [v.level for _, v in record.read(folder).verdicts()] == said
 
 
-def test_every_record_knows_whether_its_numerics_are_the_remedy(tmp_path: Path) -> None:
+def test_every_record_knows_whether_its_numerics_are_the_remedy(tmp_path):
     """The configuration says it, the guard's switch, and another guard setting that takes it back.
 
     A stabilizer that the configured backend does not use is none.
@@ -307,7 +307,7 @@ def test_every_record_knows_whether_its_numerics_are_the_remedy(tmp_path: Path) 
                     (70, True)]  # fmt: skip
 
 
-def test_head_growth_does_not_look_back_over_a_switch(tmp_path: Path) -> None:
+def test_head_growth_does_not_look_back_over_a_switch(tmp_path):
     described = record.make_meta(
         layers=L, heads=H, interval=10, rule=Rule(head_steps=20), attention="a/b"
     )
@@ -321,14 +321,14 @@ def test_head_growth_does_not_look_back_over_a_switch(tmp_path: Path) -> None:
     np.testing.assert_allclose(grown, [np.nan, np.nan, 2.25, np.nan, np.nan, 2.25], rtol=1e-6)
 
 
-def test_worst_heads() -> None:
+def test_worst_heads():
     values = np.array([[1.0, -3.0, 2.0], [0.5, 0.1, np.nan], [np.nan] * 3], np.float32)
     assert names.worst("delta_error_mean", values)[:2].tolist() == [-3.0, 0.5]
     assert names.worst("entropy", np.abs(values))[:2].tolist() == pytest.approx([1.0, 0.1])
     assert np.isnan(names.worst("kappa", values)[2])
 
 
-def test_the_common_share_is_bounded() -> None:
+def test_the_common_share_is_bounded():
     """Of a head whose largest logit is what its common part leaves of it, all is common."""
     common = np.array([3.0, 0.0, -17.0, -4.0, 2.0, 0.0, math.nan])
     largest = np.array([4.0, 5.0, 6.0, -0.2, 0.5, 0.0, 5.0])

@@ -140,7 +140,7 @@ LOOSE = {"delta_error_mean", "delta_error_rms", "delta_error_sign"}
 
 
 @pytest.mark.parametrize("name", ["full", "core", "local", "tp2_sp", "tp2_whole", "pp2_virtual"])
-def test_every_head_of_every_layer_is_told_the_same(pair: Path, name: str) -> None:
+def test_every_head_of_every_layer_is_told_the_same(pair, name):
     same_heads(told(pair, "one"), told(pair, name))
 
 
@@ -159,7 +159,7 @@ def same_heads(one: Telemetry, other: Telemetry) -> None:
             np.testing.assert_allclose(b, a, rtol=3e-4, atol=1e-6, err_msg=metric)
 
 
-def test_fewer_key_heads_than_tensor_parallel_ranks(pair: Path) -> None:
+def test_fewer_key_heads_than_tensor_parallel_ranks(pair):
     """The early warning's head growth reads these norms: none may be missing."""
     name = "mqa_tp2_sp"
     one, other = told(pair, "mqa"), told(pair, name)
@@ -179,7 +179,7 @@ def test_fewer_key_heads_than_tensor_parallel_ranks(pair: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "local", "tp2_sp", "tp2_whole", "pp2_virtual", "dp2"])
-def test_layer_gradients_count_every_value_once(pair: Path, name: str) -> None:
+def test_layer_gradients_count_every_value_once(pair, name):
     one, other = told(pair, "one"), told(pair, name)
     a, b = one.layers["grad_norm"][-1], other.layers["grad_norm"][-1]
     np.testing.assert_allclose(b, a, rtol=1e-5)
@@ -191,7 +191,7 @@ def test_layer_gradients_count_every_value_once(pair: Path, name: str) -> None:
     assert other.scalars["loss_mean"][-1] == pytest.approx(float(row["loss"]), rel=1e-6)
 
 
-def test_context_parallel_ranks_see_each_others_keys(pair: Path) -> None:
+def test_context_parallel_ranks_see_each_others_keys(pair):
     """Other rows are sampled there, so this is rough; test_sampling has it exactly. The largest
     logit is over all rows."""
     one, two = told(pair, "one"), told(pair, "cp2")
@@ -209,7 +209,7 @@ def test_context_parallel_ranks_see_each_others_keys(pair: Path) -> None:
         torch.testing.assert_close(getattr(part, name), getattr(whole, name), rtol=1e-4, atol=1e-6)
 
 
-def test_latent_attention_and_prediction_layers(single: Path) -> None:
+def test_latent_attention_and_prediction_layers(single):
     """Value heads of another size; the extra layer comes last, and has a capture of its own."""
     found = record.read(single / "latent")
     assert found.heads["kappa"].shape == (1, 5, 4)
@@ -221,7 +221,7 @@ def test_latent_attention_and_prediction_layers(single: Path) -> None:
     assert taken.q.shape[-1] == 12 and taken.v.shape[-1] == 8
 
 
-def test_tensorboard_has_the_worst_head_of_every_layer(single: Path) -> None:
+def test_tensorboard_has_the_worst_head_of_every_layer(single):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(single / "latent" / "tensorboard")).Reload()
@@ -233,7 +233,7 @@ def test_tensorboard_has_the_worst_head_of_every_layer(single: Path) -> None:
     assert events.Scalars("stability/level")[0].value == 0
 
 
-def test_sinks_windows_and_dropout(single: Path) -> None:
+def test_sinks_windows_and_dropout(single):
     found = record.read(single / "sinks")
     for metric in ("max_logit", "entropy", "top_mass", "delta_rms", "wq_norm"):
         assert np.isfinite(found.heads[metric]).all(), metric
@@ -244,25 +244,25 @@ def test_sinks_windows_and_dropout(single: Path) -> None:
     assert (entropy[[0, 2]] < entropy[[1, 3]] - 0.3).all() and (first[[0, 2]] < first[[1, 3]]).all()
 
 
-def test_gradients_of_experts_count_once(pair: Path) -> None:
+def test_gradients_of_experts_count_once(pair):
     found = record.read(pair / "ep2")
     squares = float((found.layers["grad_norm"][0].astype(np.float64) ** 2).sum())
     total = (squares + found.scalars["grad_norm_rest"][0] ** 2) ** 0.5
     assert total == pytest.approx(float(metrics(pair / "ep2")[1]["grad_norm"]), rel=1e-6)
 
 
-def test_data_parallel_ranks_all_contribute(pair: Path) -> None:
+def test_data_parallel_ranks_all_contribute(pair):
     one, two = told(pair, "one"), told(pair, "dp2")
     assert two.scalars["rows"][-1] == 2 * one.scalars["rows"][-1] > 0
     assert (two.heads["max_logit"][-1] >= one.heads["max_logit"][-1] - 1e-6).all()
 
 
-def test_watching_changes_no_bit_of_the_run(single: Path) -> None:
+def test_watching_changes_no_bit_of_the_run(single):
     assert figures(single / "one") == figures(single / "off")
     assert not (single / "off" / "stability").exists()
 
 
-def test_captures_are_the_same_from_one_and_from_two_ranks(pair: Path) -> None:
+def test_captures_are_the_same_from_one_and_from_two_ranks(pair):
     for layer in (0, 3):
         one = CaptureFile.load(pair / "one" / "captures" / capture.file_name(3, layer, 0))
         assert one.heads == [1, 2, 3] and one.kv_heads == [0, 1] and one.head_to_kv == [0, 1, 1]
@@ -291,7 +291,7 @@ def test_captures_are_the_same_from_one_and_from_two_ranks(pair: Path) -> None:
 SWITCHED = 8
 
 
-def test_switch_on_all_ranks_at_the_same_step(two: Any, folder: Path) -> None:
+def test_switch_on_all_ranks_at_the_same_step(two, folder):
     runs = folder / "runs"
     assert [(r["code"], r["step"]) for r in two["switch"]] == [(0, 9)] * 2
     log = (runs / "switch" / "train.log").read_text()
@@ -312,7 +312,7 @@ def test_switch_on_all_ranks_at_the_same_step(two: Any, folder: Path) -> None:
     assert two["switch"][0]["weights"] != two["warn"][0]["weights"]
 
 
-def test_a_full_disk_of_the_first_rank_changes_no_bit(two: Any, folder: Path) -> None:
+def test_a_full_disk_of_the_first_rank_changes_no_bit(two, folder):
     """No file of it grows while the danger comes, nor its console: all ranks switch all the same.
 
     It fails to write a capture, too. Where the next rank is, nobody waits.
@@ -330,7 +330,7 @@ def test_a_full_disk_of_the_first_rank_changes_no_bit(two: Any, folder: Path) ->
         assert log.count(f"warning: {name}: written again; records that are missing: ") == 1, name
 
 
-def test_signs_start_captures_once(two: Any, folder: Path) -> None:
+def test_signs_start_captures_once(two, folder):
     """Nobody knew the steps: one record is to be watched, the next is danger.
 
     The record of a step is read after the next one, so the step captured is the second after it. A
@@ -349,7 +349,7 @@ def test_signs_start_captures_once(two: Any, folder: Path) -> None:
     assert (first.stabilizer, second.stabilizer) == ("none", "compensated")
 
 
-def test_a_resume_keeps_the_switch_and_repeats_every_bit(two: Any, folder: Path) -> None:
+def test_a_resume_keeps_the_switch_and_repeats_every_bit(two, folder):
     runs = folder / "runs"
     assert [r["step"] for r in two["paused"]] == [8, 8]
     assert figures(runs / "paused") == figures(runs / "switch")
@@ -364,7 +364,7 @@ def test_a_resume_keeps_the_switch_and_repeats_every_bit(two: Any, folder: Path)
         np.testing.assert_array_equal(values, b.scalars[name], err_msg=name)
 
 
-def test_stop_saves_and_has_its_own_exit_code(two: Any, folder: Path) -> None:
+def test_stop_saves_and_has_its_own_exit_code(two, folder):
     assert [(r["code"], r["step"]) for r in two["stop"]] == [(5, SWITCHED)] * 2
     assert "layer 0 head 0: error of delta 1x" in two["stop"][0]["error"]
     saved = folder / "runs" / "stop" / "checkpoints"
@@ -372,7 +372,7 @@ def test_stop_saves_and_has_its_own_exit_code(two: Any, folder: Path) -> None:
     assert not (folder / "runs" / "stop" / "FINISHED").exists()
 
 
-def test_a_run_that_continues_another_one_looks_back_on_it(two: Any, folder: Path) -> None:
+def test_a_run_that_continues_another_one_looks_back_on_it(two, folder):
     """At its first record it says what the unbroken run says, and only of its own steps."""
     whole, rest = (record.read(folder / "runs" / name) for name in ("warn", "second"))
     assert rest.steps.tolist() == [8, 9]
@@ -387,7 +387,7 @@ def test_a_run_that_continues_another_one_looks_back_on_it(two: Any, folder: Pat
     assert record.read(folder / "runs" / "changed").verdicts()[0][1].level == "ok"
 
 
-def test_warn_only_says_so(two: Any, folder: Path) -> None:
+def test_warn_only_says_so(two, folder):
     log = log_of(folder, "warn")
     assert log.count("attention: danger") == 1 and two["warn"][0]["code"] == 0
     assert "| attention danger |" in log

@@ -98,9 +98,7 @@ GEOMETRIES = [
 
 @pytest.mark.parametrize(("geometry", "with_sinks"), GEOMETRIES)
 @pytest.mark.parametrize("block_bytes", [1 << 26, 4 * B * H * 9 * 5])
-def test_row_facts(
-    geometry: Geometry, with_sinks: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_facts(geometry, with_sinks, block_bytes, monkeypatch):
     monkeypatch.setattr(sampling, "BLOCK_BYTES", block_bytes)
     q, k, v, do = tensors()
     sinks = torch.linspace(-1, 2, H) if with_sinks else None
@@ -115,7 +113,7 @@ def test_row_facts(
     torch.testing.assert_close(facts.spread.double(), spread, rtol=1e-4, atol=1e-6)
 
 
-def test_a_saturated_sink_keeps_its_kappa() -> None:
+def test_a_saturated_sink_keeps_its_kappa():
     """P (dP - delta)^2 would lose every digit as a difference of squares."""
     q, k, v, do = tensors()
     k[0] += 40 * torch.sign(q).mean((0, 2))[:, None]
@@ -130,7 +128,7 @@ def test_a_saturated_sink_keeps_its_kappa() -> None:
     torch.testing.assert_close(facts.spread.double(), spread, rtol=2e-3, atol=0)
 
 
-def test_large_logits_leave_their_growth_its_digits() -> None:
+def test_large_logits_leave_their_growth_its_digits():
     """Summed against zero, float32 loses them: rows of dS sum to zero, and are multiplied by S."""
     q, k, v, do = tensors()
     q, k = 1 + 0.05 * q, 87 + 0.1 * k
@@ -145,7 +143,7 @@ def test_large_logits_leave_their_growth_its_digits() -> None:
     assert float(error.max()) < 1e-3
 
 
-def test_plain_is_what_a_plain_kernel_stores() -> None:
+def test_plain_is_what_a_plain_kernel_stores():
     q, k, v, do = tensors(dtype=torch.bfloat16)
     rows = torch.arange(6, S)
     facts = look(q, k, v, do, rows, Geometry(scale=SCALE, causal=True), plain=True)
@@ -184,9 +182,7 @@ class Ranks:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("geometry", "with_sinks"), GEOMETRIES)
-def test_split_over_ranks(
-    size: int, geometry: Geometry, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_split_over_ranks(size, geometry, with_sinks, monkeypatch):
     """Every rank's rows see all keys, at their zigzag positions; the spreads add up."""
 
     def reduce(x: torch.Tensor, group: Any, op: Any) -> torch.Tensor:
@@ -238,7 +234,7 @@ def test_split_over_ranks(
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 64, 1024])
 @pytest.mark.parametrize("count", [1, 5, 32, 5000])
-def test_rows_are_spread_in_order_and_move(tokens: int, count: int) -> None:
+def test_rows_are_spread_in_order_and_move(tokens, count):
     for phase in range(4):
         rows = pick_rows(tokens, count, phase=phase).tolist()
         assert rows == sorted(set(rows)) and rows[0] >= 0 and rows[-1] < tokens

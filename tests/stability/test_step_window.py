@@ -47,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("name", "other"), [("unbroken", "broken"), ("pipe", "pipe_broken")])
-def test_a_stop_between_two_records_changes_neither(runs: Path, name: str, other: str) -> None:
+def test_a_stop_between_two_records_changes_neither(runs, name, other):
     assert figures(runs / name) == figures(runs / other)
     one, two = record.read(runs / name), record.read(runs / other)
     assert one.steps.tolist() == two.steps.tolist() == [3, 6]
@@ -67,9 +67,7 @@ def note(one: StepWindow, loss: float) -> None:
 @pytest.mark.parametrize(
     ("interval", "kept"), [(10, [6.0, 7.0, 8.0]), (50, [6.0, 7.0, 8.0]), (3, [7.0, 8.0]), (4, [])]
 )
-def test_another_interval_keeps_the_steps_of_its_next_record(
-    interval: int, kept: list[float]
-) -> None:
+def test_another_interval_keeps_the_steps_of_its_next_record(interval, kept):
     saved = {"losses": [[6.0, 2.0], [7.0, 2.0], [8.0, 2.0]], "grad_norms": [6.5, 7.5, 8.5]}
     for rank in (0, 1):
         one = series(interval, rank)
@@ -83,7 +81,7 @@ def test_another_interval_keeps_the_steps_of_its_next_record(
         assert len(one.drain()) == 0
 
 
-def test_checkpoints_of_earlier_versions_have_nothing_to_restore() -> None:
+def test_checkpoints_of_earlier_versions_have_nothing_to_restore():
     one = series(10)
     one.restore(None, step=8)
     note(one, 9.0)
@@ -97,7 +95,7 @@ class Nothing(TorchDispatchMode):
         raise AssertionError(f"{func} between two records")
 
 
-def test_a_step_between_two_records_launches_nothing() -> None:
+def test_a_step_between_two_records_launches_nothing():
     one = series(10)
     reports = [torch.tensor([float(loss), 2.0]) for loss in range(3)]
     with Nothing():
@@ -106,7 +104,7 @@ def test_a_step_between_two_records_launches_nothing() -> None:
     assert one.drain().tolist() == [[0.0, 2.0, 0.5], [1.0, 2.0, 0.5], [2.0, 2.0, 0.5]]
 
 
-def test_a_mean_loss_counts_as_one_token_and_is_kept() -> None:
+def test_a_mean_loss_counts_as_one_token_and_is_kept():
     one, loss = series(10), torch.tensor(3.0)
     one.observe(loss, 0.5)
     loss.fill_(7.0)
@@ -114,7 +112,7 @@ def test_a_mean_loss_counts_as_one_token_and_is_kept() -> None:
     assert one.drain().tolist() == [[3.0, 1.0, 0.5], [4.0, 1.0, 0.5]]
 
 
-def test_a_rank_without_losses_adds_zeros() -> None:
+def test_a_rank_without_losses_adds_zeros():
     """An earlier pipeline stage: after a resume, too."""
     saved = {"losses": [[6.0, 2.0], [7.0, 2.0]], "grad_norms": [6.5, 7.5]}
     one = series(10, rank=1)

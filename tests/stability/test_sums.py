@@ -77,7 +77,7 @@ def observe(seen: Seen, do: torch.Tensor) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("regime", ["tie2s", "near2", "gauss"])
 @pytest.mark.parametrize("rounding", [FLASH2, COMPENSATED], ids=["plain", "compensated"])
-def test_growth_noise_by_its_definition(regime: str, rounding: Rounding) -> None:
+def test_growth_noise_by_its_definition(regime, rounding):
     """In float64, over the rows that are sampled: all but the first ones."""
     stabilizer = "compensated" if rounding.residual else "none"
     seen, dout, _ = seen_of(regime, rounding, site=site(stabilizer=stabilizer))
@@ -100,7 +100,7 @@ def test_growth_noise_by_its_definition(regime: str, rounding: Rounding) -> None
 
 @pytest.mark.parametrize("regime", ["tie2s", "near2", "diffuse", "gauss"])
 @pytest.mark.parametrize("rounding", [FLASH2, COMPENSATED], ids=["plain", "compensated"])
-def test_errors_and_kappa_are_those_of_the_probe(regime: str, rounding: Rounding) -> None:
+def test_errors_and_kappa_are_those_of_the_probe(regime, rounding):
     stabilizer = "compensated" if rounding.residual else "none"
     seen, do, _ = seen_of(regime, rounding, site=site(stabilizer=stabilizer))
     found = observe(seen, do)
@@ -129,7 +129,7 @@ def test_errors_and_kappa_are_those_of_the_probe(regime: str, rounding: Rounding
     assert np.isnan(found["kappa"][0]).all() and np.isnan(found["kappa"][1, :2]).all()
 
 
-def test_the_regime_that_breaks_plain_kernels_stands_out() -> None:
+def test_the_regime_that_breaks_plain_kernels_stands_out():
     """Coherent error times kappa: the number the warning names heads by."""
     plain, do, _ = seen_of("tie2s", FLASH2)
     bad = observe(plain, do)
@@ -150,7 +150,7 @@ def test_the_regime_that_breaks_plain_kernels_stands_out() -> None:
     )
 
 
-def test_sources_by_backend() -> None:
+def test_sources_by_backend():
     """Vendor kernels are measured, exact ones emulated, dropout leaves only the residual."""
     seen, do, _ = seen_of("near2", FLASH2, site=site("sdpa_cudnn", ""))
     vendor = observe(seen, do)
@@ -175,7 +175,7 @@ def test_sources_by_backend() -> None:
     assert np.isfinite(unknown["delta_error_rms"][here]).all()
 
 
-def test_int8_residuals_are_decoded() -> None:
+def test_int8_residuals_are_decoded():
     seen, do, _ = seen_of("tie2s", COMPENSATED, site=site(stabilizer="compensated"))
     assert seen.low is not None
     codes = torch.round(seen.low.float() / (half_ulp(seen.out) / INT8_CODES)).to(torch.int8)
@@ -187,7 +187,7 @@ def test_int8_residuals_are_decoded() -> None:
     )
 
 
-def test_max_logits_are_exact_where_the_backend_says_nothing() -> None:
+def test_max_logits_are_exact_where_the_backend_says_nothing():
     seen, do, _ = seen_of("one", FLASH2, site=site("sdpa_cudnn", ""))
     scores = torch.einsum("sbhd,tbhd->bhst", seen.q.float(), seen.k.float()) * D**-0.5
     mask = torch.ones(N, N, dtype=torch.bool).tril()
@@ -199,9 +199,7 @@ def test_max_logits_are_exact_where_the_backend_says_nothing() -> None:
 
 @pytest.mark.parametrize("limit", [sums_module.HELD_BYTES, 1])
 @pytest.mark.parametrize("kind", ["plain", "compensated", "sinks", "dropout", "vendor"])
-def test_layers_at_once_are_layers_one_by_one(
-    kind: str, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_at_once_are_layers_one_by_one(kind, limit, monkeypatch):
     """Two sequences a layer, and one layer of another kind in between; then no memory for two."""
     monkeypatch.setattr(sums_module, "HELD_BYTES", limit)
     rounding = COMPENSATED if kind in ("compensated", "dropout") else FLASH2
@@ -253,7 +251,7 @@ def test_layers_at_once_are_layers_one_by_one(
     assert bool(together[1].isfinite().all()) and bool((together[0][..., 0] > 0).all())
 
 
-def test_what_waits_holds_no_memory_of_the_graph() -> None:
+def test_what_waits_holds_no_memory_of_the_graph():
     """The recompute of up-projections empties q, k and v once their backward is done, and sinks are
     a parameter, which the optimizer changes before `totals`."""
     sinks = torch.tensor([1.5, -0.5])
@@ -274,9 +272,7 @@ def test_what_waits_holds_no_memory_of_the_graph() -> None:
 
 
 @pytest.mark.parametrize("limit", ["HELD_BYTES", "BLOCK_BYTES"])
-def test_a_call_that_no_other_fits_beside_is_not_held(
-    limit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_no_other_fits_beside_is_not_held(limit, monkeypatch):
     """K and V of a long sequence are gigabytes; they would stay through the optimizer's step."""
     seen, do, _ = seen_of(
         "tie2s", COMPENSATED, site=site(stabilizer="compensated"), max_logits=torch.ones(HEADS)
@@ -309,7 +305,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nothing_seen_is_nan_not_zero() -> None:
+def test_nothing_seen_is_nan_not_zero():
     sums = HeadSums(
         layers=1, heads=1, first_head=0, rows=4, sequences=1, device=torch.device("cpu")
     )
@@ -328,7 +324,7 @@ class NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_an_observation_waits_for_nothing() -> None:
+def test_an_observation_waits_for_nothing():
     seen, do, _ = seen_of("near2", FLASH2, max_logits=torch.tensor([7.0, 8.0]))
     sums = HeadSums(
         layers=2, heads=4, first_head=2, rows=16, sequences=1, device=torch.device("cpu")

@@ -57,7 +57,7 @@ def told(runs: Path, name: str) -> dict[str, np.ndarray]:
     return {metric: values[0] for metric, values in found.heads.items()}
 
 
-def test_pipeline_ranks_tell_the_very_same(runs: Path) -> None:
+def test_pipeline_ranks_tell_the_very_same(runs):
     """The stages compute what one process computes, in the same order."""
     one, two = told(runs, "one"), told(runs, "pp2")
     for metric in (*USED, "delta_error_mean", "delta_error_rms", "kappa"):
@@ -65,7 +65,7 @@ def test_pipeline_ranks_tell_the_very_same(runs: Path) -> None:
         np.testing.assert_allclose(two[metric], one[metric], rtol=1e-5, err_msg=metric)
 
 
-def test_tensor_parallel_ranks_tell_the_same_of_every_head(runs: Path) -> None:
+def test_tensor_parallel_ranks_tell_the_same_of_every_head(runs):
     """The first layer's q, k and v are the same in BF16, so its O rounds alike; its dO has come
     through sums of two ranks, each rounded. The next layer's inputs have, too: other roundings of
     the same size."""
@@ -83,7 +83,7 @@ def test_tensor_parallel_ranks_tell_the_same_of_every_head(runs: Path) -> None:
         within(two[metric][1], one[metric][1], factor=4)
 
 
-def test_context_parallel_ranks_tell_errors_of_the_same_size(runs: Path) -> None:
+def test_context_parallel_ranks_tell_errors_of_the_same_size(runs):
     """Two of 28 sampled rows are others there, and O is merged from two parts."""
     one, two = told(runs, "one"), told(runs, "cp2")
     within(two["used_error_rms"], one["used_error_rms"], factor=2)
@@ -91,7 +91,7 @@ def test_context_parallel_ranks_tell_errors_of_the_same_size(runs: Path) -> None
     assert (np.abs(two["used_error_mean"]) < two["used_error_rms"]).all()
 
 
-def test_a_merged_output_hands_out_no_low_order_part(runs: Path) -> None:
+def test_a_merged_output_hands_out_no_low_order_part(runs):
     """What compensated numerics used is not known under context parallelism, and not made up; what
     plain ones would get wrong is."""
     kept, plain = told(runs, "kept_cp2"), told(runs, "cp2")

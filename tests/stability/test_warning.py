@@ -31,7 +31,7 @@ def calm(steps: int, interval: int = INTERVAL) -> list[Point]:
 
 
 @pytest.mark.parametrize("interval", [1, 10, 50, 200])
-def test_how_often_it_is_looked_does_not_decide(interval: int) -> None:
+def test_how_often_it_is_looked_does_not_decide(interval):
     for spot in ({"growth": Spot(2.5, 1, 8)}, {"error": Spot(0.2, 1, 8)}):
         until = 2 * max(interval, 50)
         points = [replace(p, **spot) for p in calm(until, interval)]
@@ -43,20 +43,20 @@ def test_how_often_it_is_looked_does_not_decide(interval: int) -> None:
 
 @pytest.mark.parametrize("interval", [1, 12, 50])
 @pytest.mark.parametrize("rule", [Rule(), Rule(confirm_steps=500)])
-def test_the_monitor_keeps_what_the_rule_looks_back_on(interval: int, rule: Rule) -> None:
+def test_the_monitor_keeps_what_the_rule_looks_back_on(interval, rule):
     points = [replace(p, error=Spot(0.2, 1, 8)) for p in calm(7000, interval)]
     kept = [p for p in points if p.step >= points[-1].step - rule.reach(0)]
     assert len(kept) < len(points) and judge(kept, rule) == judge(points, rule)
     assert judge(kept, rule).level == "danger"
 
 
-def test_a_rising_gradient_norm_is_no_sign_of_attention() -> None:
+def test_a_rising_gradient_norm_is_no_sign_of_attention():
     points = [replace(p, grad_norm=p.grad_norm * 1.1**i) for i, p in enumerate(calm(4000))]
     assert {v.level for v in verdicts(points, RULE)} == {"ok"}
     assert judge(points, RULE).reason == "no head shows anything"
 
 
-def test_not_finite_is_danger_at_once() -> None:
+def test_not_finite_is_danger_at_once():
     points = calm(3000)
     for bad in (math.nan, math.inf):
         broken = [*points, Point(step=3050, loss=3.0, grad_norm=bad, grad_norm_max=bad)]
@@ -68,7 +68,7 @@ def test_not_finite_is_danger_at_once() -> None:
                      RULE).level == "ok"  # fmt: skip
 
 
-def test_a_head_that_disturbs_itself_is_named_and_watched() -> None:
+def test_a_head_that_disturbs_itself_is_named_and_watched():
     bad = Point(
         step=4050, loss=3.0, grad_norm=0.27, grad_norm_max=0.3, bias=Spot(0.4, layer=2, head=8)
     )
@@ -98,7 +98,7 @@ def growing(*values: float) -> list[Point]:
         ((math.nan, 2.5), "watch"),
     ],
 )
-def test_a_head_that_leaves_the_others_behind(values: tuple[float, ...], level: str) -> None:
+def test_a_head_that_leaves_the_others_behind(values, level):
     """Danger while the gradient norm stands still: it moves a thousand steps later."""
     verdict = judge(growing(*values), RULE)
     assert verdict.level == level
@@ -118,9 +118,7 @@ def test_a_head_that_leaves_the_others_behind(values: tuple[float, ...], level: 
     ],
 )
 @pytest.mark.parametrize("before", [0, 4000])
-def test_an_error_as_large_as_the_signal(
-    values: tuple[float, ...], compensated: bool, level: str, before: int
-) -> None:
+def test_an_error_as_large_as_the_signal(values, compensated, level, before):
     """A run that begins on sick weights has no history, and its norm stands still for a while."""
     end = [
         Point(step=before + INTERVAL * (i + 1), loss=3.0, grad_norm=0.27, grad_norm_max=0.3,
@@ -134,13 +132,13 @@ def test_an_error_as_large_as_the_signal(
     assert judge(points, replace(RULE, danger_error=None)).level == "ok"
 
 
-def test_errors_are_told_in_figures_people_read() -> None:
+def test_errors_are_told_in_figures_people_read():
     end = Point(step=50, loss=3.0, grad_norm=0.3, grad_norm_max=0.3, bias=Spot(0.012345, 0, 1))
     told = judge([replace(end, error=Spot(7432.1, 1, 8))], RULE).reason
     assert "error of delta 7,432x the signal" in told and "coherent error of delta 0.012x" in told
 
 
-def test_large_logits_are_watched() -> None:
+def test_large_logits_are_watched():
     points = calm(4000)
     for logit, level in ((300.0, "ok"), (1000.0, "watch"), (1e6, "watch"), (math.nan, "ok")):
         verdict = judge([*points, replace(points[-1], logit=Spot(logit, 1, 8))], RULE)
@@ -153,18 +151,18 @@ def test_large_logits_are_watched() -> None:
     assert judge([*points, replace(points[-1], logit=Spot(1e6, 1, 8))], off).level == "ok"
 
 
-def test_every_sign_is_told_the_worse_first() -> None:
+def test_every_sign_is_told_the_worse_first():
     signs = {"growth": Spot(1.6, 1, 8), "error": Spot(0.2, 3, 1)}
     verdict = judge([replace(p, **signs) for p in calm(200)], RULE)
     assert verdict.level == "danger"
     assert verdict.reason.startswith("layer 3 head 1: error") and "head 8: W_Q" in verdict.reason
 
 
-def test_nothing_recorded() -> None:
+def test_nothing_recorded():
     assert judge([], RULE).level == "ok" and math.isnan(NOWHERE.value)
 
 
-def test_verdicts_are_those_that_were_given_record_by_record() -> None:
+def test_verdicts_are_those_that_were_given_record_by_record():
     random = np.random.default_rng(0)
     points = [
         replace(
@@ -179,7 +177,7 @@ def test_verdicts_are_those_that_were_given_record_by_record() -> None:
     assert {v.level for v in found} == {"ok", "watch", "danger"}
 
 
-def test_spike_score_is_robust() -> None:
+def test_spike_score_is_robust():
     calm = [0.30, 0.31, 0.29, 0.30, 0.32, 0.31, 0.30]
     assert spike_score(calm, 0.31) < 2 < 50 < spike_score([*calm, 40.0], 30.0)
     assert math.isnan(spike_score(calm[:2], 1.0))

@@ -37,7 +37,7 @@ def of(*attentions: Any) -> SpectralNorms:
     return SpectralNorms(sites)
 
 
-def test_norms_are_those_of_the_slices() -> None:
+def test_norms_are_those_of_the_slices():
     whole = blocks()
     norms = of(attention(whole.flatten(0, 2)))
     exact = torch.linalg.matrix_norm(whole.double(), ord=2)
@@ -52,7 +52,7 @@ def test_norms_are_those_of_the_slices() -> None:
     assert shares[0] > 0.8 and shares[-1] > 0.999
 
 
-def test_norms_follow_the_weights() -> None:
+def test_norms_follow_the_weights():
     weight = blocks().flatten(0, 2)
     norms = of(attention(weight))
     ((_, before),) = norms.measure()
@@ -61,7 +61,7 @@ def test_norms_follow_the_weights() -> None:
     assert (after[0] >= 2.99 * before[0]).all()
 
 
-def test_other_layouts_are_not_guessed_at() -> None:
+def test_other_layouts_are_not_guessed_at():
     assert split_qkv(SimpleNamespace()) is None
     assert split_qkv(attention(blocks().flatten(0, 2)[:-1])) is None
     assert of(SimpleNamespace()).measure() == []
@@ -70,7 +70,7 @@ def test_other_layouts_are_not_guessed_at() -> None:
 
 
 @pytest.mark.parametrize("limit", [weights.BATCH_BYTES, 1])
-def test_layers_at_once_are_layers_one_by_one(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_at_once_are_layers_one_by_one(limit, monkeypatch):
     """Of two shapes, with one between them that is not measured; and with no memory for two."""
     monkeypatch.setattr(weights, "BATCH_BYTES", limit)
     other = SimpleNamespace(
@@ -112,9 +112,7 @@ class Ranks:
     # In the last three a rank's rows begin inside a head: 6, 12 and 10 blocks over 4 and 8 ranks.
     [(4, 1, 2), (8, 2, 4), (12, 2, 4), (6, 3, 6), (4, 1, 4), (8, 2, 8), (8, 1, 8)],
 )
-def test_fewer_key_heads_than_ranks(
-    monkeypatch: pytest.MonkeyPatch, heads: int, groups: int, size: int
-) -> None:
+def test_fewer_key_heads_than_ranks(monkeypatch, heads, groups, size):
     """Every head of the layer on one rank, with the norms one process finds; as core cuts them."""
     per_group = heads // groups
     gen = torch.Generator().manual_seed(1)
@@ -128,9 +126,7 @@ def test_fewer_key_heads_than_ranks(
             linear_qkv=SimpleNamespace(weight=weight),
             config=SimpleNamespace(num_query_groups=groups),
             world_size=tp,
-            pg_collection=SimpleNamespace(
-                tp=SimpleNamespace(rank=lambda: rank, size=lambda: tp),
-            ),
+            pg_collection=SimpleNamespace(tp=SimpleNamespace(rank=lambda: rank, size=lambda: tp)),
             # Core's own numbers where key/value heads are repeated.
             num_attention_heads_per_partition=heads // min(tp, groups),
             num_query_groups_per_partition=max(1, groups // tp),

@@ -21,7 +21,7 @@ from megatron_patch.stability.warning import Rule
 from megatron_patch.stability.writer import Writer
 
 
-def test_read_while_writing(tmp_path: Path) -> None:
+def test_read_while_writing(tmp_path):
     writer = write(tmp_path, [10, 20, 30])
     found = record.read(tmp_path)  # the writer is still open
     assert found.steps.tolist() == [10, 20, 30]
@@ -33,7 +33,7 @@ def test_read_while_writing(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_a_torn_record_is_ignored_and_cut_off(tmp_path: Path) -> None:
+def test_a_torn_record_is_ignored_and_cut_off(tmp_path):
     write(tmp_path, [10, 20]).close()
     file = tmp_path / "stability" / "records.bin"
     whole = file.read_bytes()
@@ -44,7 +44,7 @@ def test_a_torn_record_is_ignored_and_cut_off(tmp_path: Path) -> None:
     assert record.read(tmp_path).steps.tolist() == [10, 20, 30]
 
 
-def test_zeros_at_the_end_are_no_records(tmp_path: Path) -> None:
+def test_zeros_at_the_end_are_no_records(tmp_path):
     """As a file system leaves them where power was lost; steps ascend, or nothing is found."""
     write(tmp_path, [10, 20, 30, 40]).close()
     file = tmp_path / "stability" / "records.bin"
@@ -56,9 +56,7 @@ def test_zeros_at_the_end_are_no_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff\xfe"])
-def test_records_whose_description_cannot_be_read_are_left_alone(
-    text: bytes, tmp_path: Path
-) -> None:
+def test_records_whose_description_cannot_be_read_are_left_alone(text, tmp_path):
     write(tmp_path, [10, 20]).close()
     folder = tmp_path / "stability"
     (folder / "meta.json").write_bytes(text)
@@ -69,9 +67,7 @@ def test_records_whose_description_cannot_be_read_are_left_alone(
 
 
 @pytest.mark.parametrize(("keeps", "end"), [(0.0, 0), (0.5, 20), (1.0, None), (None, 0)])
-def test_records_that_were_lost_are_logged(
-    keeps: float | None, end: int | None, tmp_path: Path
-) -> None:
+def test_records_that_were_lost_are_logged(keeps, end, tmp_path):
     write(tmp_path, [10, 20, 30, 40]).close()
     file = tmp_path / "stability" / "records.bin"
     if keeps is None:
@@ -91,7 +87,7 @@ def test_records_that_were_lost_are_logged(
         assert writer.messages(own=True) == []
 
 
-def test_another_rule_than_before_is_told(tmp_path: Path) -> None:
+def test_another_rule_than_before_is_told(tmp_path):
     """Earlier steps are judged by it, too: an alarm of theirs may be there no more."""
     write(tmp_path, [10, 20]).close()
     file = tmp_path / "stability" / "meta.json"
@@ -111,7 +107,7 @@ def test_another_rule_than_before_is_told(tmp_path: Path) -> None:
         assert len(lines) == bool(logged) and all(text in lines[0] for text in logged)
 
 
-def test_a_resume_repeats_steps_and_cuts_nothing_off(tmp_path: Path) -> None:
+def test_a_resume_repeats_steps_and_cuts_nothing_off(tmp_path):
     write(tmp_path, [10, 20, 30, 40]).close()
     file = tmp_path / "stability" / "records.bin"
     before = file.read_bytes()
@@ -137,7 +133,7 @@ def test_a_resume_repeats_steps_and_cuts_nothing_off(tmp_path: Path) -> None:
     assert record.read(tmp_path).steps.tolist() == [10]
 
 
-def test_records_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_records_of_another_model_are_refused(tmp_path):
     write(tmp_path, [10]).close()
     other = record.make_meta(layers=L + 1, heads=H, interval=10, rule=Rule(), attention="a/b")
     with pytest.raises(record.RecordsError, match=r"3 layers of 4 heads.*move .* away") as raised:
@@ -158,7 +154,7 @@ def format_1(folder: Path) -> None:
     (folder / "stability" / "layers.csv").write_text("step,layer\n")
 
 
-def test_records_of_the_version_before_are_read_and_continued(tmp_path: Path) -> None:
+def test_records_of_the_version_before_are_read_and_continued(tmp_path):
     format_1(tmp_path)
     for steps in ([10, 20, 30], [10, 20, 40]):
         found = record.read(tmp_path)
@@ -170,7 +166,7 @@ def test_records_of_the_version_before_are_read_and_continued(tmp_path: Path) ->
     assert found.meta["format"] == record.FORMAT
 
 
-def test_records_without_the_newest_columns_are_read_and_continued(tmp_path: Path) -> None:
+def test_records_without_the_newest_columns_are_read_and_continued(tmp_path):
     """Of the version before, whose rule knew the growth of the gradient norm, too."""
     writer = Writer(tmp_path, meta() | record.OLDER, start_step=0)
     add(writer, 10)
@@ -199,9 +195,7 @@ def test_records_without_the_newest_columns_are_read_and_continued(tmp_path: Pat
         ({"layer_metrics": None}, "no grad_norm"),
     ],
 )
-def test_records_of_other_versions_are_refused(
-    change: dict[str, Any], text: str, tmp_path: Path
-) -> None:
+def test_records_of_other_versions_are_refused(change, text, tmp_path):
     write(tmp_path, [10]).close()
     file = tmp_path / "stability" / "meta.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
@@ -212,9 +206,7 @@ def test_records_of_other_versions_are_refused(
     assert {one.name: one.read_bytes() for one in file.parent.iterdir()} == before
 
 
-def test_killed_before_the_records_of_the_parent_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_before_the_records_of_the_parent_count(tmp_path, monkeypatch):
     """They are in the file, and meta.json does not know them."""
     first, second = tmp_path / "first", tmp_path / "second"
     write(first, [10, 20, 30]).close()
@@ -245,7 +237,7 @@ def long_run(folder: Path, described: dict[str, Any], count: int = 300) -> int:
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-def test_a_resume_does_not_hold_the_whole_run_in_memory(repeated: bool, tmp_path: Path) -> None:
+def test_a_resume_does_not_hold_the_whole_run_in_memory(repeated, tmp_path):
     """After weeks of a large model it is tens of gigabytes."""
     described = record.make_meta(layers=16, heads=64, interval=10, rule=Rule(), attention="a/b")
     size = long_run(tmp_path, described)
@@ -263,7 +255,7 @@ def test_a_resume_does_not_hold_the_whole_run_in_memory(repeated: bool, tmp_path
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_end_of_a_run_is_judged_as_in_the_whole_of_it(seed: int, tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_judged_as_in_the_whole_of_it(seed, tmp_path):
     """Switches of the guard, other attention, a run before: wherever the records are cut."""
     rng = np.random.default_rng(seed)
     steps, switched = [*range(10, 410, 10)], 0
@@ -285,13 +277,13 @@ def test_the_end_of_a_run_is_judged_as_in_the_whole_of_it(seed: int, tmp_path: P
             assert found.compensated == expected.compensated
 
 
-def test_missing_files(tmp_path: Path) -> None:
+def test_missing_files(tmp_path):
     with pytest.raises(FileNotFoundError):
         record.read(tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_disk_costs_whole_records(kind: str, tmp_path: Path) -> None:
+def test_a_full_disk_costs_whole_records(kind, tmp_path):
     with disk(tmp_path / "disk", kind) as small:
         writer = write(small.folder, [10, 20])
         with small.full():
@@ -310,7 +302,7 @@ def test_a_full_disk_costs_whole_records(kind: str, tmp_path: Path) -> None:
         del found  # it maps the file
 
 
-def test_an_attempt_on_a_full_disk_begins_when_there_is_room(tmp_path: Path) -> None:
+def test_an_attempt_on_a_full_disk_begins_when_there_is_room(tmp_path):
     """Nothing is added before: the steps would not ascend."""
     with disk(tmp_path / "disk", "limit") as small:
         write(small.folder, [10, 20, 30]).close()
@@ -325,7 +317,7 @@ def test_an_attempt_on_a_full_disk_begins_when_there_is_room(tmp_path: Path) -> 
     assert found.steps.tolist() == [10, 30] and found.heads["max_logit"][1, 0, 0] == 30.5
 
 
-def test_a_new_run_on_a_full_disk(tmp_path: Path) -> None:
+def test_a_new_run_on_a_full_disk(tmp_path):
     with disk(tmp_path / "disk", "limit") as small:
         with small.full():
             writer = write(small.folder, [10])

@@ -61,9 +61,7 @@ def wrong(seen: list[dict[str, Any]], expected: dict[str, Any], name: str) -> di
     return {k: e for k, e in found.items() if e > (GRADIENTS if "gradient" in k else FIGURES)}
 
 
-def test_a_batch_without_a_token_of_loss_changes_nothing(
-    folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_without_a_token_of_loss_changes_nothing(folder, expected, monkeypatch):
     found = torch.load(folder / "reference.pt", weights_only=True)["mtp moe"]
     batch = compositions.rows()
     batch["loss_mask"].zero_()
@@ -76,7 +74,7 @@ def test_a_batch_without_a_token_of_loss_changes_nothing(
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("cp", "depths"), [(1, 0), (1, 3), (2, 1), (2, 7), (4, 2), (8, 5)])
-def test_tokens_of_every_depth(cp: int, depths: int, masked: bool) -> None:
+def test_tokens_of_every_depth(cp, depths, masked):
     """Ranks with any part of the sequences count each token of a depth once."""
     run = compositions.run_of(FEATURES["dense"], {})
     run = dataclasses.replace(run, data=DataConfig(eod_mask_loss=masked))
@@ -97,22 +95,22 @@ def two(folder: Path, expected: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_two_ranks(two: list[dict[str, Any]], expected: dict[str, Any], name: str) -> None:
+def test_two_ranks(two, expected, name):
     assert wrong(two, expected, name) == {}
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_shows(two: Any, expected: dict[str, Any], name: str) -> None:
+def test_a_planted_fault_shows(two, expected, name):
     assert "norm" in wrong(two, expected, name)
 
 
 @pytest.mark.slow
-def test_more_on_two_ranks(folder: Path, expected: dict[str, Any]) -> None:
+def test_more_on_two_ranks(folder, expected):
     seen = run_cases(folder, 2, TWO_MORE)
     assert {name: wrong(seen, expected, name) for name in TWO_MORE} == {n: {} for n in TWO_MORE}
 
 
 @pytest.mark.slow
-def test_four_ranks(folder: Path, expected: dict[str, Any]) -> None:
+def test_four_ranks(folder, expected):
     seen = run_cases(folder, 4, FOUR)
     assert {name: wrong(seen, expected, name) for name in FOUR} == {name: {} for name in FOUR}

@@ -16,7 +16,7 @@ def paths(section: str, keys: dict[str, Any], **others: dict[str, Any]) -> list[
 
 
 @pytest.mark.parametrize("section", ["training", "optimizer", "parallel"])
-def test_a_good_section_has_no_problems(section: str) -> None:
+def test_a_good_section_has_no_problems(section):
     assert paths(section, {}) == []
 
 
@@ -37,7 +37,7 @@ def test_a_good_section_has_no_problems(section: str) -> None:
         ({"batch_size_rampup": [3, 5, 9], "micro_batch_size": 2}, "batch_size_rampup"),
     ],
 )
-def test_training(keys: dict[str, Any], bad: str) -> None:
+def test_training(keys, bad):
     assert paths("training", keys) == [f"training.{bad}"]
 
 
@@ -65,7 +65,7 @@ def test_training(keys: dict[str, Any], bad: str) -> None:
         ({"weight_decay": 1e200}, "weight_decay"),
     ],
 )
-def test_optimizer(keys: dict[str, Any], bad: str) -> None:
+def test_optimizer(keys, bad):
     assert f"optimizer.{bad}" in paths("optimizer", keys)
 
 
@@ -99,7 +99,7 @@ BOTH = {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p"}
         ({"context_parallel_size": 4, "cp_comm_type": ["p2p", "a2a+p2p"]}, "cp_comm_type"),
     ],
 )
-def test_parallel(keys: dict[str, Any], bad: str) -> None:
+def test_parallel(keys, bad):
     assert paths("parallel", keys) == [f"parallel.{bad}"]
 
 
@@ -112,11 +112,11 @@ def test_parallel(keys: dict[str, Any], bad: str) -> None:
         {"cp_comm_type": "a2a+p2p"},  # one rank: nothing travels
     ],
 )
-def test_context_parallel_modes(keys: dict[str, Any]) -> None:
+def test_context_parallel_modes(keys):
     assert paths("parallel", keys) == []
 
 
-def test_a_list_of_modes_reaches_every_depth_of_multi_token_prediction() -> None:
+def test_a_list_of_modes_reaches_every_depth_of_multi_token_prediction():
     keys = {"context_parallel_size": 2, "cp_comm_type": ["p2p", "a2a"]}
     assert paths("parallel", keys, model={"mtp": MTPConfig(num_layers=2)}) == []
     three = {"mtp": MTPConfig(num_layers=3)}
@@ -124,13 +124,13 @@ def test_a_list_of_modes_reaches_every_depth_of_multi_token_prediction() -> None
     assert paths("parallel", keys | {"cp_comm_type": "a2a"}, model=three) == []
 
 
-def test_the_type_gradients_travel_in_belongs_to_our_backends() -> None:
+def test_the_type_gradients_travel_in_belongs_to_our_backends():
     keys = {"context_parallel_size": 2, "cp_gradient_wire": "bf16"}
     assert paths("parallel", keys, attention={"backend": "reference"}) == []
     assert paths("parallel", keys, attention={"backend": "te"}) == ["parallel.cp_gradient_wire"]
 
 
-def test_the_type_gradients_travel_in_needs_a_mode_that_sends_shares() -> None:
+def test_the_type_gradients_travel_in_needs_a_mode_that_sends_shares():
     keys = {"context_parallel_size": 4, "cp_gradient_wire": "bf16"}
     for kinds in ("a2a", ["a2a", "a2a"]):
         assert paths("parallel", keys | {"cp_comm_type": kinds}) == ["parallel.cp_gradient_wire"]
@@ -144,7 +144,7 @@ def world(ranks: int, parallel: dict[str, Any], **others: dict[str, Any]) -> lis
     return [p.path for p in world_size_problems(run_config(parallel=parallel, **others), ranks)]
 
 
-def test_world_size() -> None:
+def test_world_size():
     two = {"tensor_model_parallel_size": 2}
     assert world(1, {}) == world(2, two) == world(8, two) == []
     assert world(3, two) == ["parallel"]
@@ -158,7 +158,7 @@ def test_world_size() -> None:
     assert world(4, experts, model=moe) == []
 
 
-def test_the_error_names_the_remedy() -> None:
+def test_the_error_names_the_remedy():
     run = run_config(parallel={"tensor_model_parallel_size": 4})
     with pytest.raises(LayoutError, match="start a multiple of 4 ranks") as caught:
         check_world_size(run, 6)

@@ -141,10 +141,7 @@ TWO_MORE: Table = {
     "latent_a2a": ("latent", [CP2, f"{KIND}=a2a"]),
     "mtp_p2p": ("mtp", [CP2]),
 }
-FOUR: Table = {
-    "tp2": ("fp32", [CP2, TP2, SP]),
-    "packed_pp2": ("packed", [CP2, PP2]),
-}
+FOUR: Table = {"tp2": ("fp32", [CP2, TP2, SP]), "packed_pp2": ("packed", [CP2, PP2])}
 FOUR_MORE: Table = {
     "pp2": ("fp32", [CP2, PP2]),
     "cp4_both": ("fp32", [CP4, f"{KIND}=a2a+p2p", SIZES]),
@@ -201,13 +198,13 @@ def reports(trials: Trials) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.usefixtures("reports")
-def test_layouts(trials: Trials) -> None:
+def test_layouts(trials):
     """Every mode, every model, on two ranks and on four."""
     trials.check(TWO | FOUR | {"whole": ("fp32", [])})
 
 
 @pytest.mark.usefixtures("reports")
-def test_attention_dropout_does_not_depend_on_who_holds_a_token(trials: Trials) -> None:
+def test_attention_dropout_does_not_depend_on_who_holds_a_token(trials):
     assert trials.distance("dropout_p2p", "dropout", first=1) < FP32
 
 
@@ -218,7 +215,7 @@ def test_a_resume_repeats_every_bit(trials, reports):
 
 
 @pytest.mark.usefixtures("reports")
-def test_checkpoints_load_under_other_sizes(trials: Trials) -> None:
+def test_checkpoints_load_under_other_sizes(trials):
     """Of one process under CP2 (all of the above), and of CP2 under CP4 and under one process."""
     for name in ("wider", "back"):
         assert trials.distance(name, "fp32", first=MID + 1) < FP32
@@ -226,14 +223,14 @@ def test_checkpoints_load_under_other_sizes(trials: Trials) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("reports")
-def test_more_layouts(trials: Trials) -> None:
+def test_more_layouts(trials):
     plan = [*models(SLOW_MODELS), *layouts(TWO_MORE, 2), *layouts(FOUR_MORE, 4)]
     trials.execute(plan)
     trials.check(TWO_MORE | FOUR_MORE)
 
 
 @pytest.mark.slow
-def test_the_long_context_configuration(trials: Trials, corpus: Path) -> None:
+def test_the_long_context_configuration(trials, corpus):
     """The small one of that shape, on two ranks and on one."""
     config = Path(__file__).resolve().parents[2] / "configs" / "long_context_smoke.yaml"
     text = [f"data.blend=[{{path: {corpus}}}]", "data.tokenizer.kind=bytes"]

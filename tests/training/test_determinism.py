@@ -27,12 +27,12 @@ def clean(monkeypatch: pytest.MonkeyPatch):
     torch.backends.cudnn.deterministic = False
 
 
-def test_nothing_happens_unasked() -> None:
+def test_nothing_happens_unasked():
     determinism.enforce(run_config().training)
     assert not any(name in os.environ for name in VARIABLES)
 
 
-def test_the_environment_is_filled_in() -> None:
+def test_the_environment_is_filled_in():
     import torch
 
     determinism.enforce(run_config(training={"deterministic": True}).training)
@@ -43,21 +43,19 @@ def test_the_environment_is_filled_in() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("NCCL_ALGO", "NVLS"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0")]
 )
-def test_a_contradicting_environment_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
+def test_a_contradicting_environment_is_refused(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{name}={value}; unset it"):
         determinism.enforce(run_config(training={"deterministic": True}).training)
 
 
-def test_an_accepted_value_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accepted_value_of_the_user_is_kept(monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     determinism.enforce(run_config(training={"deterministic": True}).training)
     assert os.environ["NCCL_ALGO"] == "Ring"
 
 
-def test_the_loop_can_be_imported_before_cpu_mode() -> None:
+def test_the_loop_can_be_imported_before_cpu_mode():
     """Importing Megatron first would leave its fused functions under torch.compile."""
     code = (
         "import sys; from megatron_patch.training import trainer; "

@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_are_those_of_the_documents_alone(name: str) -> None:
+def test_loss_and_gradients_are_those_of_the_documents_alone(name):
     model, training = MODELS[name]
     x = rows()
     with single_rank():
@@ -90,7 +90,7 @@ def _tokens(packs: list[Any], names: tuple[str, ...]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_token_is_on_one_context_parallel_rank(size: int) -> None:
+def test_every_token_is_on_one_context_parallel_rank(size):
     x = rows()
     whole = pack(x, EOD, layout(), multiple=1)
     parts = [pack(x, EOD, layout(cp_rank=r, cp_size=size), multiple=8) for r in range(size)]
@@ -101,7 +101,7 @@ def test_every_token_is_on_one_context_parallel_rank(size: int) -> None:
     assert found == expected
 
 
-def test_packs_of_a_step_get_one_length() -> None:
+def test_packs_of_a_step_get_one_length():
     x = rows()
     packs = [pack(row[None], EOD, layout(cp_size=2), multiple=4) for row in x]
     sizes = [p["tokens"].shape[1] for p in packs]
@@ -118,7 +118,7 @@ def test_packs_of_a_step_get_one_length() -> None:
         ({"moe": MoEConfig(num_experts=4, load_balancing="seq_aux_loss")}, {}, {}, "as one"),
     ],
 )
-def test_refused(model: Any, training: Any, parallel: Any, complaint: str) -> None:
+def test_refused(model, training, parallel, complaint):
     run = tiny_run(model, training=training, parallel=parallel)
     run = dataclasses.replace(run, data=DataConfig(document_attention=True))
     found = [p.message for p in checks.data_problems(run) if p.path == "data.document_attention"]
@@ -126,14 +126,14 @@ def test_refused(model: Any, training: Any, parallel: Any, complaint: str) -> No
 
 
 @pytest.mark.parametrize("backend", ["mcore_local", "sdpa_cudnn", "sdpa_flash"])
-def test_backends_without_packed_input_are_refused(backend: str) -> None:
+def test_backends_without_packed_input_are_refused(backend):
     run = tiny_run(attention={"backend": backend}, training={"precision": "bf16"})
     run = dataclasses.replace(run, data=DataConfig(document_attention=True))
     found = [p.message for p in checks.attention.problems(run)]
     assert any("data.document_attention" in text for text in found)
 
 
-def test_the_telemetry_sees_the_documents() -> None:
+def test_the_telemetry_sees_the_documents():
     """Float32 attention of sampled rows of a pack is that of the packed backend."""
     cu = torch.tensor([0, 9, 10, 33, 48], dtype=torch.int32)
     q, k, v = (torch.randn(48, heads, 8) for heads in (4, 2, 2))

@@ -65,7 +65,7 @@ def guarded(norm: Any, *, check: bool = True) -> tuple[StepGuard, Optimizer]:
 
 
 @pytest.mark.parametrize("norm", [1.5, torch.tensor([1.5])])
-def test_finite_steps_pass(norm: Any) -> None:
+def test_finite_steps_pass(norm):
     guard, optimizer = guarded(norm)
     guard.loss(torch.tensor([3.0, 2.0]))
     optimizer.step()
@@ -75,14 +75,14 @@ def test_finite_steps_pass(norm: Any) -> None:
 @pytest.mark.parametrize(
     "norm", [float("nan"), float("inf"), torch.tensor(float("nan")), torch.tensor([float("inf")])]
 )
-def test_a_bad_norm_prevents_the_update(norm: Any) -> None:
+def test_a_bad_norm_prevents_the_update(norm):
     _, optimizer = guarded(norm)
     with pytest.raises(NonFiniteError, match="step 7") as caught:
         optimizer.step()
     assert optimizer.stepped == 0 and caught.value.exit_code == 3 and caught.value.step == 7
 
 
-def test_a_bad_loss_prevents_the_update_although_the_norm_is_finite() -> None:
+def test_a_bad_loss_prevents_the_update_although_the_norm_is_finite():
     guard, optimizer = guarded(1.0)
     guard.loss(torch.tensor([float("inf"), 2.0]))
     with pytest.raises(NonFiniteError, match=r"loss not finite.*\n.*loss not finite on rank 0"):
@@ -90,28 +90,28 @@ def test_a_bad_loss_prevents_the_update_although_the_norm_is_finite() -> None:
     assert optimizer.stepped == 0
 
 
-def test_an_overflowing_norm_of_finite_gradients_is_told_apart() -> None:
+def test_an_overflowing_norm_of_finite_gradients_is_told_apart():
     guard, optimizer = guarded(float("inf"))
     guard.before_reduction([Model()])
     with pytest.raises(NonFiniteError, match="every gradient is finite, their norm overflows"):
         optimizer.step()
 
 
-def test_without_check_steps_are_counted_only() -> None:
+def test_without_check_steps_are_counted_only():
     guard, optimizer = guarded(float("nan"), check=False)
     optimizer.step()
     optimizer.step()
     assert optimizer.stepped == 2 and guard.nonfinite == 2
 
 
-def test_the_stop_request_travels_with_the_check() -> None:
+def test_the_stop_request_travels_with_the_check():
     guard, optimizer = guarded(1.0)
     guard.stop._signal = STOP_TERM
     optimizer.step()
     assert guard.stop_code == STOP_TERM and optimizer.stepped == 1
 
 
-def test_what_is_agreed_on() -> None:
+def test_what_is_agreed_on():
     """Loss per token and norm, to the guard and to whoever judges a finite step."""
     guard, optimizer = guarded(torch.tensor([0.25]))
     judged: list[tuple[float, float]] = []
@@ -125,7 +125,7 @@ def test_what_is_agreed_on() -> None:
     assert (guard.agreed.loss, guard.agreed.loss_bad) == (0.0, False)
 
 
-def test_a_bad_step_is_not_judged() -> None:
+def test_a_bad_step_is_not_judged():
     guard, optimizer = guarded(1.0, check=False)
     guard.judge = lambda loss, norm: pytest.fail("judged")
     guard.loss(torch.tensor([float("nan"), 4.0]))
@@ -134,7 +134,7 @@ def test_a_bad_step_is_not_judged() -> None:
     assert guard.agreed.loss_bad and not guard.agreed.norm_bad and guard.agreed.loss != 0.0
 
 
-def test_a_rank_that_does_not_report_the_loss_still_sees_that_it_is_bad() -> None:
+def test_a_rank_that_does_not_report_the_loss_still_sees_that_it_is_bad():
     quiet = layout(cp_rank=1, cp_size=2, tp_rank=1, tp_size=2)
     assert not quiet.reports_loss
     for loss, bad in ((2.0, False), (float("inf"), True)):
@@ -145,7 +145,7 @@ def test_a_rank_that_does_not_report_the_loss_still_sees_that_it_is_bad() -> Non
         assert (agreed.loss, agreed.loss_bad, agreed.stop_code) == (0.0, bad, STOP_USR1)
 
 
-def test_one_reduction_a_step(monkeypatch: Any) -> None:
+def test_one_reduction_a_step(monkeypatch):
     """Finite check, stop, loss and spikes had one each; every one of them waited for the device."""
     guard, optimizer = guarded(1.0)
     guard.judge = lambda loss, norm: None
@@ -158,13 +158,13 @@ def test_one_reduction_a_step(monkeypatch: Any) -> None:
     assert len(calls) == 1
 
 
-def test_layers_are_counted_over_the_whole_model() -> None:
+def test_layers_are_counted_over_the_whole_model():
     model = Model()
     assert global_name(model, "layers.1.weight") == "layers.5.weight"
     assert global_name(model, "embedding.weight") == "embedding.weight"
 
 
-def test_local_gradients_are_judged_before_the_reduction() -> None:
+def test_local_gradients_are_judged_before_the_reduction():
     guard, _ = guarded(1.0)
     model = Model()
     guard.before_reduction([model])
@@ -174,7 +174,7 @@ def test_local_gradients_are_judged_before_the_reduction() -> None:
     assert guard._local
 
 
-def test_parameters_nearest_to_the_loss_come_first_and_long_lists_end() -> None:
+def test_parameters_nearest_to_the_loss_come_first_and_long_lists_end():
     def finding(stage: int, names: list[str]) -> _Finding:
         where = layout(rank=stage, pp_rank=stage).describe()
         return _Finding(where, True, stage == 0, [(n, 1, 4) for n in names])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron_cpu import VOCAB, layout, single_rank, tiny_run
 
+from megatron_patch.core_patches.optimizer import use_fused_kernel
 from megatron_patch.faults.spike import SpikePolicy
 from megatron_patch.model.build import build_model
 from megatron_patch.runtime.heartbeat import PULSE
@@ -20,7 +21,7 @@ from megatron_patch.schema.model import MoEConfig
 from megatron_patch.training import finite
 from megatron_patch.training.finite import NonFiniteError, StepGuard
 from megatron_patch.training.gate import gate_of
-from megatron_patch.training.optimizer import build_optimizer, use_fused_kernel, wrap_chunks
+from megatron_patch.training.optimizer import build_optimizer, wrap_chunks
 from megatron_patch.training.signals import StopFlags
 
 
@@ -91,7 +92,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("shape", [{}, {"moe": MoEConfig(num_experts=2)}])
-def test_an_open_gate_changes_no_bit(rank: None, shape: dict[str, Any]) -> None:
+def test_an_open_gate_changes_no_bit(rank, shape):
     one, other = Trained(**shape), Trained(gated=False, **shape)
     for _ in range(3):
         norm = one.step()
@@ -99,7 +100,7 @@ def test_an_open_gate_changes_no_bit(rank: None, shape: dict[str, Any]) -> None:
     assert same(one.state(), other.state())
 
 
-def test_clipping_by_the_update_is_clipping_before_it(rank: None) -> None:
+def test_clipping_by_the_update_is_clipping_before_it(rank):
     """A division by the inverse instead of a multiplication: one rounding more, of FP32."""
     one, other = Trained(), Trained(gated=False)
     plain = Trained(gated=False)
@@ -118,7 +119,7 @@ def test_clipping_by_the_update_is_clipping_before_it(rank: None) -> None:
 @pytest.mark.parametrize(
     "fault", [{"bad": math.nan}, {"bad": math.inf}, {"size": 1e30}, {"loss": math.inf}]
 )
-def test_a_closed_gate_leaves_everything(rank: None, fault: dict[str, Any]) -> None:
+def test_a_closed_gate_leaves_everything(rank, fault):
     """Weights, moments and step counters, bit for bit; and the run goes on from them."""
     run, healthy = Trained(), Trained()
     for one in (run, healthy):
@@ -132,7 +133,7 @@ def test_a_closed_gate_leaves_everything(rank: None, fault: dict[str, Any]) -> N
     assert same(run.state(), healthy.state())
 
 
-def test_without_the_check_a_bad_update_is_taken_as_without_a_gate(rank: None) -> None:
+def test_without_the_check_a_bad_update_is_taken_as_without_a_gate(rank):
     """One bad gradient makes one bad weight."""
     bad = []
     for gated in (True, False):
@@ -144,7 +145,7 @@ def test_without_the_check_a_bad_update_is_taken_as_without_a_gate(rank: None) -
     assert [n for key, n in bad[0].items() if n and key.endswith("main")] == [1]
 
 
-def test_the_host_reads_after_the_update(rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_reads_after_the_update(rank, monkeypatch):
     order: list[str] = []
     run = Trained()
     receive = finite.Agreement.receive
@@ -162,7 +163,7 @@ def test_the_host_reads_after_the_update(rank: None, monkeypatch: pytest.MonkeyP
     assert order[3:] == ["meanwhile", "read", "update"]
 
 
-def test_a_host_that_reads_first_makes_the_same_update(rank: None) -> None:
+def test_a_host_that_reads_first_makes_the_same_update(rank):
     """Every bit, clipped or not: the rule about spikes is no part of the numerics."""
     one, other = Trained(), Trained()
     for size, first in ((1.0, False), (1.0, True), (1e-3, True), (1.0, False)):
@@ -189,7 +190,7 @@ def watched(run: Trained, action: Any, folder: Path, say: Callable[[str], None])
 
 
 @pytest.mark.parametrize("action", ["record", "skip"])
-def test_a_spike_is_dropped_before_its_update(rank: None, tmp_path: Path, action: Any) -> None:
+def test_a_spike_is_dropped_before_its_update(rank, tmp_path, action):
     """A rule that may drop the update is asked first, one that only records later."""
     run = Trained()
     said: list[str] = []
@@ -205,7 +206,7 @@ def test_a_spike_is_dropped_before_its_update(rank: None, tmp_path: Path, action
 
 
 @pytest.mark.parametrize("good", [True, False])
-def test_looking_for_a_good_checkpoint_is_a_pause(rank: None, tmp_path: Path, good: bool) -> None:
+def test_looking_for_a_good_checkpoint_is_a_pause(rank, tmp_path, good):
     """It is hashed; the limit of a step's phases would call that a hang."""
     run = Trained()
     policy = watched(run, "rewind", tmp_path, lambda line: None)
@@ -222,7 +223,7 @@ def test_looking_for_a_good_checkpoint_is_a_pause(rank: None, tmp_path: Path, go
     assert phases == ["save"] and PULSE.now.phase == "optimizer"
 
 
-def test_a_step_that_was_given_up_is_not_read_later(rank: None) -> None:
+def test_a_step_that_was_given_up_is_not_read_later(rank):
     """The next step's figures are its own."""
     run = Trained()
     first = run.step()
@@ -232,7 +233,7 @@ def test_a_step_that_was_given_up_is_not_read_later(rank: None) -> None:
     assert run.guard.synchronize() == first
 
 
-def test_what_has_no_gate(rank: None) -> None:
+def test_what_has_no_gate(rank):
     """Unfused kernels, another kind of optimizer, another clipping, two limits."""
     run = Trained()
     (part,) = run.optimizer.chained_optimizers

@@ -50,19 +50,19 @@ def train(folder: Path, corpus: Path, script: str, *keys: str) -> tuple[int, str
     return found.returncode, found.stdout + found.stderr
 
 
-def test_no_step_waits_before_its_update(tmp_path: Path, corpus: Path) -> None:
+def test_no_step_waits_before_its_update(tmp_path, corpus):
     code, said = train(tmp_path, corpus, WITHOUT_WAITING)
     assert code == 0, said
     assert "finished: 6 steps" in said
 
 
-def test_a_rule_that_may_drop_the_update_is_waited_for(tmp_path: Path, corpus: Path) -> None:
+def test_a_rule_that_may_drop_the_update_is_waited_for(tmp_path, corpus):
     """And the test above would see a wait."""
     code, said = train(tmp_path, corpus, WITHOUT_WAITING, "faults.spike.action=skip")
     assert code == 1 and "the host waits inside" in said
 
 
-def test_a_bad_update_changes_nothing(tmp_path: Path, corpus: Path) -> None:
+def test_a_bad_update_changes_nothing(tmp_path, corpus):
     code, said = train(tmp_path, corpus, poisoned_step.SCRIPT)
     assert code == 3, said
     assert "rank 0" in said and "as before" in said and "step 3: gradients not finite" in said

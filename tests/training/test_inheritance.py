@@ -35,7 +35,7 @@ WHOLE = ("data.tokenizer", "training.recompute")
 """Compared as one."""
 
 
-def test_every_key_has_a_kind_of_its_own() -> None:
+def test_every_key_has_a_kind_of_its_own():
     """A new key is not taken for harmless, or for anything, before somebody has decided."""
     known = [
         path
@@ -86,9 +86,7 @@ START = ("checkpoint.load_from=.",)
 
 
 @pytest.mark.parametrize(("key", "old", "new", "both"), MEANING)
-def test_another_meaning_is_refused_unless_it_is_intended(
-    tiny: Callable[..., Any], key: str, old: str, new: str, both: list[str]
-) -> None:
+def test_another_meaning_is_refused_unless_it_is_intended(tiny, key, old, new, both):
     saved = tiny(*both).dump_yaml()
     after = (*both, f"{key}={new}", *START)
     changes = compare(saved, tiny(*after))
@@ -101,9 +99,7 @@ def test_another_meaning_is_refused_unless_it_is_intended(
     assert judge(compare(saved, meant), meant.config, step=3) == []
 
 
-def test_all_meanings_are_refused_at_once_and_one_intention_covers_one_key(
-    tiny: Callable[..., Any],
-) -> None:
+def test_all_meanings_are_refused_at_once_and_one_intention_covers_one_key(tiny):
     saved = tiny().dump_yaml()
     keys = ("model.rotary_base=5e5", "model.norm_epsilon=1e-6", "model.window=[8,0]")
     child = tiny(*keys, *START, "checkpoint.intended_changes=[model.window]")
@@ -122,9 +118,7 @@ def test_all_meanings_are_refused_at_once_and_one_intention_covers_one_key(
         ["name=other", "run_dir=elsewhere", "checkpoint.interval=7", "model.init_std=0.5"],
     ],
 )
-def test_what_leaves_the_meaning_alone_is_no_reason(
-    tiny: Callable[..., Any], keys: list[str]
-) -> None:
+def test_what_leaves_the_meaning_alone_is_no_reason(tiny, keys):
     child = tiny(*keys, *START)
     changes = compare(tiny().dump_yaml(), child)
     assert judge(changes, child.config, step=0) == []
@@ -136,13 +130,13 @@ def test_what_leaves_the_meaning_alone_is_no_reason(
     }
 
 
-def test_a_default_written_out_is_no_change(tiny: Callable[..., Any]) -> None:
+def test_a_default_written_out_is_no_change(tiny):
     written = ("model.num_query_groups=4", "model.kv_channels=16", "data.seed=1234")
     moved = "data.blend.0.path=/elsewhere/tiny"
     assert compare(tiny().dump_yaml(), tiny(*written, moved, *START)) == []
 
 
-def test_a_key_without_effect_has_no_meaning(tiny: Callable[..., Any]) -> None:
+def test_a_key_without_effect_has_no_meaning(tiny):
     """Positions that are not rotated have no base."""
     none = "model.position_embedding=none"
     child = tiny(none, "model.rotary_base=5e5", "model.max_position_embeddings=99", *START)
@@ -154,13 +148,13 @@ def test_a_key_without_effect_has_no_meaning(tiny: Callable[..., Any]) -> None:
     assert "is the same in the checkpoint, or has no effect" in problem.message
 
 
-def test_a_section_more_is_one_change(tiny: Callable[..., Any]) -> None:
+def test_a_section_more_is_one_change(tiny):
     child = tiny("model.moe.num_experts=4", "model.moe.top_k=1", *START)
     (change,) = compare(tiny().dump_yaml(), child)
     assert (change.key, change.old) == ("model.moe", "null") and "num_experts: 4" in change.new
 
 
-def test_a_key_that_came_with_an_update_is_no_change(tiny: Callable[..., Any]) -> None:
+def test_a_key_that_came_with_an_update_is_no_change(tiny):
     saved = tiny().dump_yaml()
     older = "\n".join(x for x in saved.splitlines() if "norm_epsilon" not in x)
     assert compare(older, tiny(*START)) == []
@@ -179,9 +173,7 @@ def test_a_key_that_came_with_an_update_is_no_change(tiny: Callable[..., Any]) -
         (["[model.window, model.window]", *START], "model.window is named twice"),
     ],
 )
-def test_an_intention_has_an_effect_or_is_refused(
-    tiny: Callable[..., Any], keys: list[str], told: str
-) -> None:
+def test_an_intention_has_an_effect_or_is_refused(tiny, keys, told):
     with pytest.raises(ConfigError) as error:
         tiny(f"checkpoint.intended_changes={keys[0]}", *keys[1:])
     assert told in str(error.value) and error.value.exit_code == 2
@@ -197,9 +189,7 @@ def test_an_intention_has_an_effect_or_is_refused(
         (["train_steps=21"], []),
     ],
 )
-def test_a_start_that_trains_nothing_is_refused(
-    tiny: Callable[..., Any], keys: list[str], refused: list[str]
-) -> None:
+def test_a_start_that_trains_nothing_is_refused(tiny, keys, refused):
     found = [f"training.{key}" for key in keys]
     problems = judge([], tiny(*found, *START).config, step=20)
     assert [p.path for p in problems] == [f"training.{key}" for key in refused]
@@ -210,7 +200,7 @@ def test_a_start_that_trains_nothing_is_refused(
     assert judge([], weights, step=20) == []
 
 
-def test_a_run_beyond_its_end_is_no_success(tiny: Callable[..., Any]) -> None:
+def test_a_run_beyond_its_end_is_no_success(tiny):
     run = tiny("training.train_steps=10").config
     check_length(run, step=10)
     with pytest.raises(ConfigError, match="10, but this run is at step 20 already") as error:
@@ -218,7 +208,7 @@ def test_a_run_beyond_its_end_is_no_success(tiny: Callable[..., Any]) -> None:
     assert error.value.exit_code == 2 and "checkpoint rollback" in str(error.value)
 
 
-def test_no_step_goes_before_its_schedule(tiny: Callable[..., Any]) -> None:
+def test_no_step_goes_before_its_schedule(tiny):
     run = tiny("optimizer.begin_step=4").config
     check_begin(run, step=4)
     with pytest.raises(ConfigError, match=r"4, but the run goes on after step 3, .* set it to 3"):
@@ -251,8 +241,8 @@ def recorded(config: Any, step: int, **extra: Any) -> dict[str, Any]:
 
 
 def test_a_position_that_no_one_recorded_is_derived_where_it_is_proven(
-    tiny: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path
-) -> None:
+    tiny, started, corpus, tmp_path
+):
     """Of earlier versions: step 7, of which a rewind left batches 2 and 3 out, is 72 samples."""
     data = f"data.blend.0.path={corpus}"
     parent, child = tiny(data), tiny(data, "training.global_batch_size=4", *START)
@@ -285,8 +275,8 @@ def test_a_position_that_no_one_recorded_is_derived_where_it_is_proven(
 
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_another_tokenizer_is_another_meaning_whatever_its_size(
-    tiny: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path, weights_only: bool
-) -> None:
+    tiny, started, corpus, tmp_path, weights_only
+):
     data = f"data.blend.0.path={corpus}"
     only = f"checkpoint.load_weights_only={str(weights_only).lower()}"
     inheritance, loaders = started(tiny(data, *START, only))
@@ -306,9 +296,7 @@ def test_another_tokenizer_is_another_meaning_whatever_its_size(
 
 
 @pytest.mark.parametrize("kind", ["none", "sentencepiece"])
-def test_without_a_record_the_tokenizer_is_looked_at(
-    tiny: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path, kind: str
-) -> None:
+def test_without_a_record_the_tokenizer_is_looked_at(tiny, started, corpus, tmp_path, kind):
     """Of an earlier version whose datasets are gone: by its file, or by what is written."""
     data = f"data.blend.0.path={corpus}"
     state = recorded(tiny("data.blend.0.path=gone"), 2)
@@ -324,9 +312,7 @@ def test_without_a_record_the_tokenizer_is_looked_at(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "a: [", "{}", "model: 3"])
-def test_a_configuration_that_cannot_be_read_is_said(
-    tiny: Callable[..., Any], started: Any, corpus: Path, tmp_path: Path, text: str
-) -> None:
+def test_a_configuration_that_cannot_be_read_is_said(tiny, started, corpus, tmp_path, text):
     child = tiny(f"data.blend.0.path={corpus}", *START)
     inheritance, loaders = started(child)
     state = recorded(child, 2, data=loaders.position(2)) | {"config": text}
@@ -339,9 +325,7 @@ def test_a_configuration_that_cannot_be_read_is_said(
     assert "it records no configuration that can be read" in told and "16 samples taken" in told
 
 
-def test_own_steps_on_other_token_files_are_refused(
-    tiny: Callable[..., Any], started: Any, corpus: Path
-) -> None:
+def test_own_steps_on_other_token_files_are_refused(tiny, started, corpus):
     inheritance, loaders = started(tiny(f"data.blend.0.path={corpus}"))
     saved = loaders.position(3)
     inheritance._resume_data({"data": saved}, 3)
@@ -405,7 +389,7 @@ def windows(result: dict[str, Any], samples: int) -> list[tuple[str, int]]:
     return found[:samples]
 
 
-def test_a_chain_reads_every_window_once(chain: Any) -> None:
+def test_a_chain_reads_every_window_once(chain):
     """8 samples a step, then 4, resumed on two ranks, then 16 of two datasets."""
     folder, results = chain
     parent = windows(results["parent"][0], 32)
@@ -427,7 +411,7 @@ def test_a_chain_reads_every_window_once(chain: Any) -> None:
     assert "meaning" not in log and "samples taken (0.0" in log_of(folder, "smaller")
 
 
-def test_a_rewind_of_such_a_run_leaves_its_own_batches_out(chain: Any) -> None:
+def test_a_rewind_of_such_a_run_leaves_its_own_batches_out(chain):
     """Global batches go on counting, and are of four samples now: batch 6 is windows 40 to 43."""
     folder, results = chain
     (rewound,), (resumed,) = results["rewound"], results["rewound resumed"]
@@ -438,7 +422,7 @@ def test_a_rewind_of_such_a_run_leaves_its_own_batches_out(chain: Any) -> None:
     assert [n for _, n in windows(resumed, 4)] == list(range(48, 52))
 
 
-def test_a_kept_step_counter_warms_up_again(chain: Any) -> None:
+def test_a_kept_step_counter_warms_up_again(chain):
     """Steps 5 and 6 are the warm-up, through a rewind; the decay to step 8 goes on."""
     folder, _ = chain
     found = {step: float(row["lr"]) for step, row in metrics(folder / "runs" / "rewound").items()}
@@ -446,7 +430,7 @@ def test_a_kept_step_counter_warms_up_again(chain: Any) -> None:
     assert found[5] == peak / 2 and peak > found[7] > found[8]
 
 
-def test_where_nothing_changed_the_run_goes_on_as_the_other_would(chain: Any) -> None:
+def test_where_nothing_changed_the_run_goes_on_as_the_other_would(chain):
     folder, results = chain
     assert [r[0]["code"] for r in (results["same"], results["parent resumed"])] == [0, 0]
     same, parent = (figures(folder / "runs" / name) for name in ("same", "parent"))
@@ -460,7 +444,7 @@ def test_where_nothing_changed_the_run_goes_on_as_the_other_would(chain: Any) ->
     assert (folder / "runs" / "smaller" / "data.sha256").read_text() not in prints
 
 
-def test_another_model_is_not_trained(chain: Any) -> None:
+def test_another_model_is_not_trained(chain):
     folder, results = chain
     (result,) = results["base"]
     assert result["code"] == 2 and "model.rotary_base: 500000.0, but" in result["error"]
@@ -471,7 +455,7 @@ def test_another_model_is_not_trained(chain: Any) -> None:
     assert "  schedule  learning rate of step 5: 0.005" in log and " -> 0.01" in log
 
 
-def test_nothing_to_do_is_no_success(chain: Any) -> None:
+def test_nothing_to_do_is_no_success(chain):
     folder, results = chain
     assert [rank["code"] for rank in results["nothing"]] == [2]
     assert "training.train_steps: 4" in results["nothing"][0]["error"]
@@ -481,7 +465,7 @@ def test_nothing_to_do_is_no_success(chain: Any) -> None:
     assert "finished" not in log_of(folder, "smaller").partition("step 7")[0]
 
 
-def test_a_stage_counts_from_zero_and_reads_on(chain: Any) -> None:
+def test_a_stage_counts_from_zero_and_reads_on(chain):
     """Moments and data go on; steps and schedule, with a warm-up of its own, begin."""
     folder, results = chain
     assert [n for _, n in windows(results["stage"][0], 8)] == list(range(32, 40))
@@ -501,22 +485,20 @@ def test_a_stage_counts_from_zero_and_reads_on(chain: Any) -> None:
         (["checkpoint.carry_over=[]", "checkpoint.load_weights_only=true", *START], "leave one"),
     ],
 )
-def test_what_is_carried_over_is_checked(
-    tiny: Callable[..., Any], keys: list[str], told: str
-) -> None:
+def test_what_is_carried_over_is_checked(tiny, keys, told):
     with pytest.raises(ConfigError, match=told):
         tiny(*keys)
 
 
 @pytest.mark.parametrize("stage", ["continued", "annealed"])
-def test_shipped_stages_load(tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_stages_load(tmp_path, stage, monkeypatch):
     (tmp_path / "runs" / "gpt2_124m").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     run = load(Path(__file__).parents[2] / "configs" / "stages" / f"gpt2_124m_{stage}.yaml").config
     assert "data" in run.checkpoint.carried and "step" not in run.checkpoint.carried
 
 
-def test_weights_alone_start_everything_anew_and_say_so(chain: Any) -> None:
+def test_weights_alone_start_everything_anew_and_say_so(chain):
     """Of an older checkpoint than the newest; the batch grows: 2, 3 and 4 samples."""
     folder, results = chain
     assert [n for _, n in windows(results["weights"][0], 12)] == list(range(9))

@@ -69,10 +69,7 @@ TWO: Table = {
     "pp2_virtual_tied_mtp": ("tied_mtp", [f"{PP}=2", f"{VPP}=2", *TIED_MTP]),
     "ep2": ("moe", [f"{EP}=2", *MOE]),
 }
-TWO_MORE: Table = {
-    "dp2_whole": ("whole", [f"{DIST_OPT}=false"]),
-    "dp2_bf16": ("bf16", IN_BF16),
-}
+TWO_MORE: Table = {"dp2_whole": ("whole", [f"{DIST_OPT}=false"]), "dp2_bf16": ("bf16", IN_BF16)}
 FOUR: Table = {"tp2_pp2": ("fp32", [f"{TP}=2", f"{SP}=true", f"{PP}=2"])}
 
 
@@ -97,33 +94,33 @@ def two(folder: Path, corpus: Path, single: Any) -> None:
     execute(folder, corpus, 2, TWO)
 
 
-def test_single_process_resume_continues_the_run(single: dict[str, Any]) -> None:
+def test_single_process_resume_continues_the_run(single):
     assert all(sorted(found) == list(range(1, END + 1)) for found in single.values())
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_two_ranks(folder: Path, two: None, name: str) -> None:
+def test_two_ranks(folder, two, name):
     judge(folder, name, TWO[name][0])
 
 
 @pytest.mark.slow
-def test_more_on_two_ranks(folder: Path, corpus: Path, single: Any) -> None:
+def test_more_on_two_ranks(folder, corpus, single):
     trained(folder, corpus, {"whole": [f"{DIST_OPT}=false"]})
     execute(folder, corpus, 2, TWO_MORE)
     for name, (source, _) in TWO_MORE.items():
         judge(folder, name, source)
 
 
-def test_overlapped_communication_makes_the_same_sums(folder: Path, two: None) -> None:
+def test_overlapped_communication_makes_the_same_sums(folder, two):
     assert figures(folder / "runs" / "dp2_overlap") == figures(folder / "runs" / "dp2")
 
 
-def test_tensor_and_pipeline_parallel(folder: Path, corpus: Path, single: Any) -> None:
+def test_tensor_and_pipeline_parallel(folder, corpus, single):
     execute(folder, corpus, 4, FOUR)
     judge(folder, "tp2_pp2", "fp32")
 
 
-def test_a_stage_without_experts_is_saved_and_resumes(folder: Path, corpus: Path) -> None:
+def test_a_stage_without_experts_is_saved_and_resumes(folder, corpus):
     """It owns no parameters of the experts' optimizer.
 
     To every digit on the same layout; and from one rank, which has all experts.

@@ -46,12 +46,12 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, dict(zip(runs, results, strict=True))
 
 
-def test_every_run_ends_well(chain: Any) -> None:
+def test_every_run_ends_well(chain):
     _, results = chain
     assert {rank["code"] for ranks in results.values() for rank in ranks} == {0}
 
 
-def test_a_resume_repeats_every_bit(chain: Any) -> None:
+def test_a_resume_repeats_every_bit(chain):
     folder, results = chain
     whole, again = results["sharded"], results["resumed again"]
     assert [rank["weights"] for rank in again] == [rank["weights"] for rank in whole]
@@ -62,14 +62,14 @@ def test_a_resume_repeats_every_bit(chain: Any) -> None:
     ("name", "expected", "limit"),
     [("unclipped", "one", 5e-3), ("narrower", "one", 5e-3), ("split", "whole", 1e-3)],
 )
-def test_layouts_train_the_same(chain: Any, name: str, expected: str, limit: float) -> None:
+def test_layouts_train_the_same(chain, name, expected, limit):
     """Sharded over two ranks, loaded from them by one, and with split matrices."""
     runs = chain[0] / "runs"
     found = figures(runs / name)
     assert distance(found, figures(runs / expected), sorted(found)) < limit
 
 
-def test_the_clip_holds_logits_down(chain: Any) -> None:
+def test_the_clip_holds_logits_down(chain):
     runs = chain[0] / "runs"
     assert metrics(runs / "sharded")[4]["loss"] != metrics(runs / "unclipped")[4]["loss"]
 
@@ -81,13 +81,13 @@ def test_the_clip_holds_logits_down(chain: Any) -> None:
         ({"overlap_param_gather": True}, {"precision": "bf16"}, "parallel.overlap_param_gather"),
     ],
 )
-def test_refused(parallel: Any, training: Any, path: str) -> None:
+def test_refused(parallel, training, path):
     run = tiny_run(parallel=parallel, training=training)
     run = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, name="muon"))
     assert path in {problem.path for problem in checks.optimizer_problems(run)}
 
 
-def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(optimizer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"optimizer.name: muon: .* megatron-patch-stable\[muon\]"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
@@ -93,7 +92,7 @@ SPELLINGS = {
 """For the tree ``full``: what each key of `DERIVED` may be written out as."""
 
 
-def test_every_key_with_a_derived_default_is_known() -> None:
+def test_every_key_with_a_derived_default_is_known():
     named = {
         path
         for path, item in types.walk(RunConfig)
@@ -116,9 +115,7 @@ def _section_of(path: str) -> type:
 @settings(max_examples=10)
 @given(before=st.sets(st.sampled_from(sorted(SPELLINGS))), after=st.sets(
     st.sampled_from(sorted(SPELLINGS))))  # fmt: skip
-def test_a_value_that_is_written_out_is_equal(
-    full: dict[str, Any], before: set[str], after: set[str]
-) -> None:
+def test_a_value_that_is_written_out_is_equal(full, before, after):
     def written(paths: set[str]) -> str:
         tree = full
         for path in paths:
@@ -141,9 +138,7 @@ def test_a_value_that_is_written_out_is_equal(
         ("schedule_from: start", ""),
     ],
 )
-def test_numbers_lists_and_what_an_update_brought_are_equal(
-    tiny: Any, line: str, other: str
-) -> None:
+def test_numbers_lists_and_what_an_update_brought_are_equal(tiny, line, other):
     """As config.yaml of an earlier version, or of a person, may have them."""
     text = tiny().dump_yaml()
     assert text.count(f" {line}\n") == 1
@@ -179,7 +174,7 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("key", IDLE)
-def test_what_nothing_reads_is_equal(tiny: Any, key: str) -> None:
+def test_what_nothing_reads_is_equal(tiny, key):
     """On both sides; where one side reads it, it is what it is."""
     unread, value, read = UNREAD[key]
     setting = f"{key}={value}"
@@ -191,7 +186,7 @@ def test_what_nothing_reads_is_equal(tiny: Any, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", EARLIER)
-def test_a_run_that_goes_on_keeps_the_default_it_began_with(tiny: Any, key: str, tmp_path) -> None:
+def test_a_run_that_goes_on_keeps_the_default_it_began_with(tiny, key, tmp_path):
     """A record of before the key, then one with it; what somebody sets counts."""
     name = key.rpartition(".")[2]
     where = f"run_dir={tmp_path}"
@@ -210,7 +205,7 @@ def test_a_run_that_goes_on_keeps_the_default_it_began_with(tiny: Any, key: str,
     assert keep_recorded(fresh) is fresh
 
 
-def test_the_cases_people_ran_into_are_equal(tiny: Any) -> None:
+def test_the_cases_people_ran_into_are_equal(tiny):
     """Written out against null: data.seed 1234, num_query_groups 4, decay_steps 20 ..."""
     keys = ["data.seed=1234", "model.num_query_groups=4", "model.kv_channels=16",
             "optimizer.decay_steps=20", "model.ffn_hidden_size=256"]  # fmt: skip
@@ -226,7 +221,7 @@ def test_the_cases_people_ran_into_are_equal(tiny: Any) -> None:
     ]
 
 
-def test_differences_see_lists_and_missing_keys() -> None:
+def test_differences_see_lists_and_missing_keys():
     found = differences("a: [1, 2]\nb: {}\n", "a: [1, 3, 4]\nb: {c: 1}\n")
     assert ("a.1", "2", "3") in found and ("a.2", "absent", "4") in found
     assert ("b.c", "absent", "1") in found
@@ -264,8 +259,8 @@ def leaves(full: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def test_every_real_change_is_refused_unless_the_key_is_named_as_changeable(
-    tiny: Any, full: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny, full, monkeypatch
+):
     monkeypatch.setattr(yaml, "safe_load", lambda text: yaml.load(text, yaml.CSafeLoader))
     refused, run = set(), tiny()
     for path, tp in leaves(full):
@@ -291,7 +286,7 @@ def test_every_real_change_is_refused_unless_the_key_is_named_as_changeable(
     assert len(refused) > 50
 
 
-def test_the_schedule_changes_under_its_key_only(tiny: Any) -> None:
+def test_the_schedule_changes_under_its_key_only(tiny):
     saved = tiny().dump_yaml()
     wsd = ["optimizer.schedule=wsd", "optimizer.wsd_decay_steps=5", "optimizer.warmup_steps=2"]
     why = another_run(saved, tiny(*wsd)) or ""
@@ -313,9 +308,7 @@ def test_the_schedule_changes_under_its_key_only(tiny: Any) -> None:
          "training.micro_batch_size=4", ""),
     ],
 )  # fmt: skip
-def test_what_else_a_change_changes_is_said(
-    tiny: Any, tmp_path: Path, base: list[str], change: str, effect: str
-) -> None:
+def test_what_else_a_change_changes_is_said(tiny, tmp_path, base, change, effect):
     (tmp_path / "config.yaml").write_text(tiny(*base).dump_yaml())
     problems, (note,) = resume_rules.check_settings(tiny(*base, change), tmp_path)
     key, _, new = change.partition("=")
@@ -324,7 +317,7 @@ def test_what_else_a_change_changes_is_said(
     assert note.endswith(f" -> {new}{effect}")
 
 
-def test_a_refused_schedule_names_its_key(tiny: Any, tmp_path: Path) -> None:
+def test_a_refused_schedule_names_its_key(tiny, tmp_path):
     (tmp_path / "config.yaml").write_text(tiny().dump_yaml())
     problems, _ = resume_rules.check_settings(tiny("optimizer.warmup_steps=3"), tmp_path)
     assert "set it back, or ask for the change with optimizer.schedule_from: now" in str(problems)
@@ -337,7 +330,7 @@ def test_a_refused_schedule_names_its_key(tiny: Any, tmp_path: Path) -> None:
 ONE, TWO = "1" * 64, "2" * 64
 
 
-def test_data_that_changed_is_not_a_damaged_record_of_it(tmp_path: Path) -> None:
+def test_data_that_changed_is_not_a_damaged_record_of_it(tmp_path):
     """A run whose checkpoints are of an earlier version: its directory knows the data."""
     file, moved = tmp_path / "data.sha256", [("data.blend.0.path", "a", "b")]
 
@@ -360,7 +353,7 @@ def test_data_that_changed_is_not_a_damaged_record_of_it(tmp_path: Path) -> None
         assert file.read_bytes() == content
 
 
-def test_a_checkpoint_knows_its_data_whatever_the_directory_says(tiny: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_knows_its_data_whatever_the_directory_says(tiny, tmp_path):
     file, loaded = tmp_path / "data.sha256", tiny()
     moved = data_keys({"config": tiny("data.blend.0.path=before").dump_yaml()}, loaded)
     assert moved == [("data.blend.0.path", "before", "tiny")]

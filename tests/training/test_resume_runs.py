@@ -50,7 +50,7 @@ def results(folder: Path, corpus: Path) -> dict[str, dict[str, Any]]:
     return dict(zip(plan, (one for (one,) in run_ranks(folder, corpus, 1, runs)), strict=True))
 
 
-def test_what_is_equal_goes_on_with_every_bit(results: Any, folder: Path) -> None:
+def test_what_is_equal_goes_on_with_every_bit(results, folder):
     assert results["equal, again"]["code"] == 0
     assert results["equal, again"]["weights"] == results["whole"]["weights"]
     assert figures(folder / "runs" / "equal") == figures(folder / "runs" / "whole")
@@ -60,7 +60,7 @@ def test_what_is_equal_goes_on_with_every_bit(results: Any, folder: Path) -> Non
         assert f"changed since the last attempt: {key}" not in said and f"{key}: null" not in said
 
 
-def test_other_tokens_are_refused_by_what_the_checkpoint_knows(results: Any) -> None:
+def test_other_tokens_are_refused_by_what_the_checkpoint_knows(results):
     """Of the run's own directory, and of a new one that names its checkpoints."""
     for name in ("equal, other tokens", "alien"):
         assert results[name]["code"] == 2
@@ -69,7 +69,7 @@ def test_other_tokens_are_refused_by_what_the_checkpoint_knows(results: Any) -> 
         )
 
 
-def test_more_steps_leave_the_schedule_alone_until_now(results: Any, folder: Path) -> None:
+def test_more_steps_leave_the_schedule_alone_until_now(results, folder):
     refused = results["long, another decay"]
     assert refused["code"] == 2 and "optimizer.decay_steps: 9, but the schedule" in refused["error"]
     assert "optimizer.schedule_from: now (learning rate of step 4: 0.0025 -> " in refused["error"]
@@ -82,7 +82,7 @@ def test_more_steps_leave_the_schedule_alone_until_now(results: Any, folder: Pat
     assert "learning rate of step 8: 0 -> 0.0004952; at the end 0 from step 5 -> 0 from" in said
 
 
-def test_other_evaluation_data_are_announced(results: Any, folder: Path) -> None:
+def test_other_evaluation_data_are_announced(results, folder):
     said = log_of(folder, "long")
     assert "warning: data valid: not the sequences of the first 3 steps; losses of before" in said
     assert said.count("warning: data valid") == 1 and "data.split.1: 0.1 -> 0.05" in said

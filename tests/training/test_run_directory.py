@@ -33,7 +33,7 @@ def open_run(loaded, report):
         return None, error.problems
 
 
-def test_a_new_run_says_what_it_is(tiny) -> None:
+def test_a_new_run_says_what_it_is(tiny):
     directory, problems = start(tiny("optimizer.lr=0.01"))
     assert not problems and not directory.finished
     saved = yaml.safe_load((directory.path / "config.yaml").read_text())
@@ -43,14 +43,14 @@ def test_a_new_run_says_what_it_is(tiny) -> None:
     assert attempt["torch"] == "2" and attempt["utc"].endswith("Z")
 
 
-def test_every_attempt_is_recorded(tiny) -> None:
+def test_every_attempt_is_recorded(tiny):
     start(tiny())
     directory, problems = start(tiny())
     assert not problems
     assert len(json.loads((directory.path / "environment.json").read_text())["attempts"]) == 2
 
 
-def test_changes_that_do_not_alter_the_training_are_allowed_and_said(tiny) -> None:
+def test_changes_that_do_not_alter_the_training_are_allowed_and_said(tiny):
     start(tiny())
     directory, problems = start(tiny("training.train_steps=40", "logging.interval=1"))
     assert not problems
@@ -60,7 +60,7 @@ def test_changes_that_do_not_alter_the_training_are_allowed_and_said(tiny) -> No
     assert before["training"]["train_steps"] == 20
 
 
-def test_another_configuration_is_refused_and_nothing_is_touched(tiny) -> None:
+def test_another_configuration_is_refused_and_nothing_is_touched(tiny):
     first, _ = start(tiny())
     before = {p.name: p.read_bytes() for p in first.path.iterdir() if p.is_file()}
     changed = ("model.num_layers=4", "optimizer.beta2=0.5", "run_dir=runs/tiny")
@@ -71,19 +71,19 @@ def test_another_configuration_is_refused_and_nothing_is_touched(tiny) -> None:
     assert before == {p.name: p.read_bytes() for p in first.path.iterdir() if p.is_file()}
 
 
-def test_a_directory_in_which_nothing_was_trained_may_be_taken_over(tiny) -> None:
+def test_a_directory_in_which_nothing_was_trained_may_be_taken_over(tiny):
     start(tiny(), trained=False)
     _, problems = start(tiny("model.num_layers=4"))
     assert not problems
 
 
-def test_resume_never_refuses_an_existing_run(tiny) -> None:
+def test_resume_never_refuses_an_existing_run(tiny):
     start(tiny())
     directory, problems = start(tiny("checkpoint.resume=never"))
     assert directory is None and problems[0].path == "checkpoint.resume"
 
 
-def test_two_processes_cannot_share_a_directory(tiny) -> None:
+def test_two_processes_cannot_share_a_directory(tiny):
     """Without the lock both would append to metrics.csv and race for checkpoint names."""
     first, _ = open_run(tiny(), {})
     second, problems = open_run(tiny(), {})
@@ -94,7 +94,7 @@ def test_two_processes_cannot_share_a_directory(tiny) -> None:
     third.close()
 
 
-def test_a_launched_run_waits_for_the_lock_of_a_lost_node(tiny, monkeypatch, caplog) -> None:
+def test_a_launched_run_waits_for_the_lock_of_a_lost_node(tiny, monkeypatch, caplog):
     monkeypatch.setenv("MEGATRON_PATCH_ATTEMPT_DIR", "logs/1")
     monkeypatch.setattr(run_directory, "LOCK_POLL_SECONDS", 0.01)
     first, _ = open_run(tiny(), {})
@@ -111,9 +111,7 @@ def test_a_launched_run_waits_for_the_lock_of_a_lost_node(tiny, monkeypatch, cap
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EROFS, 2), (errno.ESTALE, 1)])
-def test_a_file_system_that_does_not_answer_is_worth_a_retry(
-    tiny, monkeypatch, number: int, code: int
-) -> None:
+def test_a_file_system_that_does_not_answer_is_worth_a_retry(tiny, monkeypatch, number, code):
     def refuse(*args: object) -> None:
         raise OSError(number, os.strerror(number), "run/.lock")
 
@@ -126,7 +124,7 @@ def test_a_file_system_that_does_not_answer_is_worth_a_retry(
     assert ConfigError([]).exit_code == 2
 
 
-def test_finished_is_final_until_the_run_is_made_longer(tiny) -> None:
+def test_finished_is_final_until_the_run_is_made_longer(tiny):
     directory, _ = start(tiny())
     run_directory.mark_finished(directory.path, step=20, consumed_tokens=1)
     again, _ = start(tiny())
@@ -138,7 +136,7 @@ def test_finished_is_final_until_the_run_is_made_longer(tiny) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"\0" * 40, b'{"st', b'{"step": 20, "consu', b"{"])
-def test_a_torn_marker_is_none(tiny, data: bytes) -> None:
+def test_a_torn_marker_is_none(tiny, data):
     """The checkpoint tells how far the run is; the marker is kept aside."""
     directory, _ = start(tiny())
     (directory.path / run_directory.FINISHED).write_bytes(data)
@@ -151,7 +149,7 @@ def test_a_torn_marker_is_none(tiny, data: bytes) -> None:
     ["stop\n", "20", '{"step": "20"}', '{"step": -1}', '{"step": 2.5}', '{"steps": 20}', "[]",
      "{step: 20}", '{"step": true}', "step_00000020.attempt-1", '{"step": 20} # done'],
 )  # fmt: skip
-def test_an_edited_marker_is_for_a_person(tiny, text: str) -> None:
+def test_an_edited_marker_is_for_a_person(tiny, text):
     """Taken for a torn one, the run that somebody meant to end would train on."""
     directory, _ = start(tiny())
     marker = directory.path / run_directory.FINISHED
@@ -163,7 +161,7 @@ def test_an_edited_marker_is_for_a_person(tiny, text: str) -> None:
     assert marker.read_text() == text
 
 
-def test_a_damaged_environment_file_is_kept_aside(tiny) -> None:
+def test_a_damaged_environment_file_is_kept_aside(tiny):
     directory, _ = start(tiny())
     (directory.path / "environment.json").write_text("{")
     directory, problems = start(tiny())
@@ -171,14 +169,14 @@ def test_a_damaged_environment_file_is_kept_aside(tiny) -> None:
     assert list(directory.path.glob("environment.unreadable_*.json"))
 
 
-def test_a_run_directory_that_cannot_be_made_is_a_configuration_problem(tiny, tmp_path) -> None:
+def test_a_run_directory_that_cannot_be_made_is_a_configuration_problem(tiny, tmp_path):
     (tmp_path / "file").touch()
     directory, problems = start(tiny("run_dir=file/run"))
     assert directory is None and problems[0].path == "run_dir"
 
 
 @pytest.mark.parametrize("content", [b"\x00\xff: [{", b"", b" \n# nothing\n", b"{}", b"- a", b"x"])
-def test_a_damaged_record_of_the_settings_is_refused_by_name(tiny, content: bytes) -> None:
+def test_a_damaged_record_of_the_settings_is_refused_by_name(tiny, content):
     directory, _ = start(tiny())
     (directory.path / "config.yaml").write_bytes(content)
     again, (problem,) = start(tiny())
@@ -198,7 +196,7 @@ def test_a_damaged_record_of_the_settings_is_refused_by_name(tiny, content: byte
         ("stability/meta.json", "directory"),
     ],
 )
-def test_what_is_opened_later_is_looked_at_first(tiny, name: str, kind: str) -> None:
+def test_what_is_opened_later_is_looked_at_first(tiny, name, kind):
     """A person has to act: code 2, and not a fault in the middle, which is tried again."""
     directory, _ = start(tiny())
     place = directory.path / name
@@ -213,7 +211,7 @@ def test_what_is_opened_later_is_looked_at_first(tiny, name: str, kind: str) -> 
     assert sorted(p.name for p in directory.path.iterdir()) == before
 
 
-def test_a_table_that_may_not_be_written_is_refused(tiny, monkeypatch) -> None:
+def test_a_table_that_may_not_be_written_is_refused(tiny, monkeypatch):
     start(tiny())
     real = os.open
 
@@ -227,7 +225,7 @@ def test_a_table_that_may_not_be_written_is_refused(tiny, monkeypatch) -> None:
     assert again is None and "Operation not permitted: runs/tiny/metrics.csv" in problem.message
 
 
-def test_what_a_finished_run_does_not_open_is_not_looked_at(tiny) -> None:
+def test_what_a_finished_run_does_not_open_is_not_looked_at(tiny):
     directory, _ = start(tiny())
     run_directory.mark_finished(directory.path, step=20, consumed_tokens=1)
     (directory.path / "data.sha256").mkdir()
@@ -235,7 +233,7 @@ def test_what_a_finished_run_does_not_open_is_not_looked_at(tiny) -> None:
     assert not problems and again.finished
 
 
-def test_other_software_is_said(tiny) -> None:
+def test_other_software_is_said(tiny):
     start(tiny())
     directory, _ = open_run(tiny(), {"torch": "2.0.1"})
     directory.close()
@@ -246,7 +244,7 @@ def test_other_software_is_said(tiny) -> None:
     assert not [n for n in directory.notes if n.startswith("software changed")]
 
 
-def test_a_key_that_came_with_an_update_does_not_end_a_run(tiny) -> None:
+def test_a_key_that_came_with_an_update_does_not_end_a_run(tiny):
     """Its default is what the run did before; set by hand it is a change like any other."""
     for overrides, refused in (
         ([], []),
@@ -263,19 +261,19 @@ def test_a_key_that_came_with_an_update_does_not_end_a_run(tiny) -> None:
 
 RANK = """
 import sys
-from types import SimpleNamespace
 
+import torch
 import torch.distributed as dist
 
 from megatron_patch.config import load
+from megatron_patch.parallel.setup import Layout
 from megatron_patch.schema.problem import ConfigError
 from megatron_patch.training import run_directory
 
 run_directory.PATIENCE_S = float(sys.argv[4])
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-sizes = {f"{axis}_size": 1 for axis in ("tp", "pp", "cp", "dp", "ep")}
-layout = SimpleNamespace(rank=rank, local_rank=0, world_size=2, print_rank=rank == 0, **sizes)
+layout = Layout(rank, 2, 0, torch.device("cpu"), *(0, 1) * 5)
 try:
     loaded = load("tiny.yaml", ("run_dir=" + sys.argv[3]).split())
     directory = run_directory.take(loaded, layout)
@@ -301,7 +299,7 @@ def play(folder: Path, *directories: str, patience: float) -> list[str]:
 
 
 @pytest.mark.multiprocess
-def test_one_directory_is_taken(tmp_path: Path) -> None:
+def test_one_directory_is_taken(tmp_path):
     assert play(tmp_path, "run", "run", patience=120) == ["taken\n", "given\n"]
     assert not list((tmp_path / "run").glob(run_directory.TOKEN + "*"))
 
@@ -314,9 +312,7 @@ def test_one_directory_is_taken(tmp_path: Path) -> None:
         ("checkpoint.directory", "run checkpoint.directory=a", "run checkpoint.directory=other"),
     ],
 )
-def test_two_directories_are_refused_on_both_nodes(
-    tmp_path: Path, key: str, one: str, other: str
-) -> None:
+def test_two_directories_are_refused_on_both_nodes(tmp_path, key, one, other):
     """Also where a node lacks the file system of the checkpoints, and has that of the run."""
     (tmp_path / "other").mkdir()
     said = play(tmp_path, one, other, patience=0.5)
@@ -325,7 +321,7 @@ def test_two_directories_are_refused_on_both_nodes(
     assert not list(tmp_path.glob("*/" + run_directory.TOKEN + "*"))
 
 
-def test_a_file_that_comes_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_comes_late_is_seen(tmp_path, monkeypatch):
     path = tmp_path / "run"
     naps = []
 

@@ -57,7 +57,7 @@ def make(*, background: bool = False) -> tuple[Saver, Disk, Said]:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_is_survived_twice_in_a_row(background: bool) -> None:
+def test_a_full_disk_is_survived_twice_in_a_row(background):
     saver, disk, said = make(background=background)
     disk.full = True
     for step in range(1, MAX_FAILURES):
@@ -69,7 +69,7 @@ def test_a_full_disk_is_survived_twice_in_a_row(background: bool) -> None:
         saver.poll()
 
 
-def test_a_good_save_starts_the_count_anew() -> None:
+def test_a_good_save_starts_the_count_anew():
     saver, disk, _ = make()
     for step in range(1, 10):
         disk.full = step % MAX_FAILURES != 0
@@ -78,7 +78,7 @@ def test_a_good_save_starts_the_count_anew() -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_the_last_checkpoint_is_committed_once(background: bool) -> None:
+def test_the_last_checkpoint_is_committed_once(background):
     saver, disk, _ = make(background=background)
     saver.save(TrainState(5))
     saver.save_last(TrainState(5))
@@ -87,7 +87,7 @@ def test_the_last_checkpoint_is_committed_once(background: bool) -> None:
     assert disk.saved == [5, 6]
 
 
-def test_a_failed_background_save_is_made_good_at_the_end() -> None:
+def test_a_failed_background_save_is_made_good_at_the_end():
     saver, disk, said = make(background=True)
     disk.full = True
     saver.save(TrainState(5))
@@ -101,14 +101,14 @@ def test_a_failed_background_save_is_made_good_at_the_end() -> None:
     assert disk.saved == [5] and "trying once more" in said[0]
 
 
-def test_the_last_save_must_succeed() -> None:
+def test_the_last_save_must_succeed():
     saver, disk, _ = make()
     disk.full = True
     with pytest.raises(SaveError):
         saver.save_last(TrainState(5))
 
 
-def test_a_background_save_that_is_old_enough_is_something_to_go_back_to() -> None:
+def test_a_background_save_that_is_old_enough_is_something_to_go_back_to():
     """It is waited for; a later one would be given up, so it is not committed for it."""
     saver, disk, said = make(background=True)
     saver.save(TrainState(5))
@@ -152,7 +152,7 @@ def save(store: CheckpointStore, step: int) -> None:
     store.commit(attempt, store.hash_files(attempt, ["shard"]), {})
 
 
-def test_nothing_is_given_up_for_a_damaged_checkpoint(stored: tuple[Saver, Path]) -> None:
+def test_nothing_is_given_up_for_a_damaged_checkpoint(stored):
     """The newest is good, and the next start must find it."""
     saver, root = stored
     before = sorted(os.listdir(root))
@@ -163,7 +163,7 @@ def test_nothing_is_given_up_for_a_damaged_checkpoint(stored: tuple[Saver, Path]
     assert (root / "latest").read_text() == "step_00000008.attempt-1\n"
 
 
-def test_a_rewind_passes_over_a_damaged_checkpoint(stored: tuple[Saver, Path]) -> None:
+def test_a_rewind_passes_over_a_damaged_checkpoint(stored):
     """The batches that are left out are counted from where it really goes."""
     saver, root = stored
     damage(root, 4)
@@ -175,7 +175,7 @@ def test_a_rewind_passes_over_a_damaged_checkpoint(stored: tuple[Saver, Path]) -
     assert aside == ["step_00000004.attempt-1.abandoned", "step_00000008.attempt-1.abandoned"]
 
 
-def test_a_position_advances() -> None:
+def test_a_position_advances():
     position = TrainState(step=4, consumed_samples=32, consumed_tokens=1024)
     position.advance(sequences=8, length=32)
     assert (position.step, position.consumed_samples, position.consumed_tokens) == (5, 40, 1280)

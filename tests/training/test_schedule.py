@@ -51,17 +51,17 @@ def cosine(x: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * x))
 
 
-def test_cosine() -> None:
+def test_cosine():
     assert rates(schedule="cosine") == pytest.approx(expected(cosine, WARMUP, STEPS))
 
 
-def test_linear_with_early_end() -> None:
+def test_linear_with_early_end():
     found = rates(schedule="linear", decay_steps=12)
     assert found == pytest.approx(expected(lambda x: 1 - x, WARMUP, 12))
     assert found[11:] == [LEAST] * 9
 
 
-def test_constant() -> None:
+def test_constant():
     assert rates(schedule="constant") == pytest.approx(expected(lambda x: 1.0, WARMUP, STEPS))
 
 
@@ -74,19 +74,19 @@ def test_constant() -> None:
         ("minus_sqrt", lambda x: 1 - math.sqrt(x)),
     ],
 )
-def test_wsd(style: str, shape: Any) -> None:
+def test_wsd(style, shape):
     found = rates(schedule="wsd", wsd_decay_steps=6, wsd_decay_style=style)
     assert found == pytest.approx(expected(shape, STEPS - 6, STEPS))
     assert found[WARMUP - 1 : STEPS - 6] == [PEAK] * (STEPS - 6 - WARMUP + 1)
 
 
-def test_first_update_is_not_spent_at_zero_and_last_reaches_the_minimum() -> None:
+def test_first_update_is_not_spent_at_zero_and_last_reaches_the_minimum():
     """Stepping the schedule after the update (Megatron-LM's order) gives 0 at update 1."""
     found = rates(schedule="cosine")
     assert found[0] == PEAK / WARMUP and found[-1] == pytest.approx(LEAST)
 
 
-def test_resumed_schedule_continues() -> None:
+def test_resumed_schedule_continues():
     run = run_config(optimizer={"lr": PEAK, "warmup_steps": WARMUP})
     whole, part, rest = Groups(), Groups(), Groups()
     a, b, c = (build_schedule(run, g) for g in (whole, part, rest))
@@ -148,9 +148,7 @@ STYLES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("stop", [1, 10, 20])
-def test_a_longer_run_goes_on_with_the_schedule_it_began_with(
-    style: dict[str, Any], stop: int
-) -> None:
+def test_a_longer_run_goes_on_with_the_schedule_it_began_with(style, stop):
     """Bit for bit, and at the end of the decay it stays there, which is said."""
     whole = Attempt(20, 20, **style)
     same = Attempt(20, 20, before=Attempt(stop, 20, **style), **style)
@@ -173,7 +171,7 @@ def test_a_longer_run_goes_on_with_the_schedule_it_began_with(
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_now_is_said_and_is_the_same_however_often_a_run_resumes(style: dict[str, Any]) -> None:
+def test_now_is_said_and_is_the_same_however_often_a_run_resumes(style):
     """The case of the issue (20 -> 100 at step 10, cosine), and others."""
     began = Attempt(10, 20, **style)
     now = style | {"schedule_from": "now"}
@@ -204,7 +202,7 @@ def test_now_is_said_and_is_the_same_however_often_a_run_resumes(style: dict[str
     assert once.rates[11] == new
 
 
-def test_wsd_after_its_end_stays_until_it_is_asked_to_go_on() -> None:
+def test_wsd_after_its_end_stays_until_it_is_asked_to_go_on():
     """20 -> 40 after the end: 2e-4 went back to 2e-3 in one step, and nothing said so."""
     wsd: dict[str, Any] = {"schedule": "wsd", "wsd_decay_steps": 5, "lr": 2e-3, "min_lr": 2e-4}
     ended = Attempt(20, 20, **wsd)
@@ -228,9 +226,7 @@ def test_wsd_after_its_end_stays_until_it_is_asked_to_go_on() -> None:
         ({"wsd_decay_style": "linear"}, "wsd_decay_style"),
     ],
 )
-def test_another_schedule_is_refused_with_its_rates_and_the_remedy(
-    changed: dict[str, Any], key: str
-) -> None:
+def test_another_schedule_is_refused_with_its_rates_and_the_remedy(changed, key):
     wsd: dict[str, Any] = {"schedule": "wsd", "wsd_decay_steps": 6}
     began = Attempt(16, 20, **wsd)
     (problem,) = Attempt(30, 100, before=began, **wsd | changed).problems
@@ -250,7 +246,7 @@ def began_with(style: dict[str, Any], key: str) -> Any:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("stop", [0, 2, 15])
-def test_a_kept_counter_warms_up_again(style: dict[str, Any], stop: int) -> None:
+def test_a_kept_counter_warms_up_again(style, stop):
     """From step 20 on as a new run from step 0, however often it resumes."""
     style = style | {"decay_steps": 40}
     again = style | {"warmup_steps": 4, "begin_step": 20, "schedule_from": "now"}
@@ -266,7 +262,7 @@ def test_a_kept_counter_warms_up_again(style: dict[str, Any], stop: int) -> None
     assert kept.rates == found.rates and kept.lines == []
 
 
-def test_a_rate_that_rescues_a_run_is_changed_at_once_and_said() -> None:
+def test_a_rate_that_rescues_a_run_is_changed_at_once_and_said():
     began = Attempt(10, 20)
     lower = Attempt(20, 20, before=began, lr=PEAK / 2, min_lr=LEAST / 2)
     assert lower.rates[11] == pytest.approx(began.rates[10] / 2, rel=0.2)
@@ -277,21 +273,21 @@ def test_a_rate_that_rescues_a_run_is_changed_at_once_and_said() -> None:
                    lr=PEAK / 2, min_lr=LEAST / 2).rates == lower.rates  # fmt: skip
 
 
-def test_a_shorter_run_ends_before_its_decay_and_is_told() -> None:
+def test_a_shorter_run_ends_before_its_decay_and_is_told():
     shorter = Attempt(12, 12, before=Attempt(10, 20))
     assert shorter.rates == Attempt(12, 20).rates
     (line,) = shorter.lines
     assert f"the learning rate is {shorter.rates[12]:.4g} when the run ends" in line
 
 
-def test_checkpoints_without_a_configuration_have_a_schedule() -> None:
+def test_checkpoints_without_a_configuration_have_a_schedule():
     """Of a caller that gave none, as those of some tests: the two missing values are this run's."""
     began = Attempt(10, 20, schedule="wsd", wsd_decay_steps=6)
     began.content["config"] = ""
     assert Attempt(20, 20, before=began, schedule="wsd", wsd_decay_steps=6).lines == []
 
 
-def test_a_run_from_another_s_checkpoint_follows_its_own_schedule() -> None:
+def test_a_run_from_another_s_checkpoint_follows_its_own_schedule():
     parent = Attempt(10, 20)
     run = run_config(optimizer={"lr": 2e-3}, training={"train_steps": 40})
     before = Schedule.saved(parent.content, run).rate(11)

@@ -32,14 +32,14 @@ def flags():
     ("number", "code"),
     [(signal.SIGTERM, STOP_TERM), (signal.SIGUSR1, STOP_USR1), (signal.SIGINT, STOP_INT)],
 )
-def test_a_signal_raises_a_flag_and_nothing_else(flags, number: int, code: int) -> None:
+def test_a_signal_raises_a_flag_and_nothing_else(flags, number, code):
     assert flags.code() == NO_STOP
     os.kill(os.getpid(), number)
     assert flags.code() == code
     assert flags.code() == code  # stays raised
 
 
-def test_a_signal_that_was_blocked_by_whoever_started_us_is_heard() -> None:
+def test_a_signal_that_was_blocked_by_whoever_started_us_is_heard():
     """The mask is inherited through torchrun; a blocked request to stop would wait for ever."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
@@ -82,7 +82,7 @@ sys.exit(0 if heard and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL else 
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM", "SIGINT"])
-def test_a_signal_is_heard_after_triton_has_compiled(name: str, tmp_path) -> None:
+def test_a_signal_is_heard_after_triton_has_compiled(name, tmp_path):
     """Its LLVM takes SIGUSR1 and keeps it: Slurm's notice of the time limit would be lost."""
     script = tmp_path / "compiles.py"  # triton.jit reads its source from a file
     script.write_text(COMPILES)
@@ -94,13 +94,13 @@ def test_a_signal_is_heard_after_triton_has_compiled(name: str, tmp_path) -> Non
     assert done.returncode == 0, done.stderr
 
 
-def test_a_second_interrupt_interrupts(flags) -> None:
+def test_a_second_interrupt_interrupts(flags):
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
 
 
-def test_time_limit() -> None:
+def test_time_limit():
     assert StopFlags(limit_minutes=1e-9).code() == STOP_TIME
     assert StopFlags(limit_minutes=60).code() == NO_STOP

@@ -33,7 +33,7 @@ def start(folder: Path, corpus: Path, *keys: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
-def test_it_saves_and_stops(name: str, tmp_path: Path, corpus: Path) -> None:
+def test_it_saves_and_stops(name, tmp_path, corpus):
     process = start(tmp_path, corpus, "training.train_steps=1000000")
     metrics = tmp_path / "run" / "metrics.csv"
     limit = time.monotonic() + 300

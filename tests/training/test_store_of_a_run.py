@@ -33,7 +33,7 @@ def open_run(tiny: Any) -> Callable[..., Any]:
     return start
 
 
-def test_two_runs_cannot_save_into_one_directory(open_run: Any, tmp_path: Path) -> None:
+def test_two_runs_cannot_save_into_one_directory(open_run, tmp_path):
     """The second one would delete what the first one is saving."""
     first, problems = open_run("run_dir=a", STORE)
     assert not problems
@@ -52,7 +52,7 @@ def test_two_runs_cannot_save_into_one_directory(open_run: Any, tmp_path: Path) 
         pass
 
 
-def test_another_run_s_own_checkpoints_are_locked_as_well(open_run: Any) -> None:
+def test_another_run_s_own_checkpoints_are_locked_as_well(open_run):
     first, problems = open_run("run_dir=a")
     assert not problems
     second, problems = open_run("run_dir=b", "checkpoint.directory=a/checkpoints")
@@ -61,9 +61,7 @@ def test_another_run_s_own_checkpoints_are_locked_as_well(open_run: Any) -> None
     second.close()
 
 
-def test_a_file_system_without_locks_is_noted(
-    open_run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_noted(open_run, monkeypatch):
     def refuse(*args: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
@@ -73,7 +71,7 @@ def test_a_file_system_without_locks_is_noted(
     directory.close()
 
 
-def test_a_directory_that_cannot_be_made_is_a_problem(open_run: Any, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_a_problem(open_run, tmp_path):
     (tmp_path / "shared").touch()
     directory, problems = open_run("run_dir=a", "checkpoint.directory=shared/x")
     assert [p.path for p in problems] == ["checkpoint.directory"]
@@ -82,9 +80,7 @@ def test_a_directory_that_cannot_be_made_is_a_problem(open_run: Any, tmp_path: P
 
 @pytest.mark.parametrize("name", ["store.json", "latest", "latest.next", "pinned"])
 @pytest.mark.parametrize("store", ["shared", "a"])
-def test_what_a_save_writes_is_looked_at_before_the_first_step(
-    open_run: Any, tmp_path: Path, name: str, store: str
-) -> None:
+def test_what_a_save_writes_is_looked_at_before_the_first_step(open_run, tmp_path, name, store):
     (tmp_path / store / name).mkdir(parents=True)
     directory, (problem,) = open_run("run_dir=a", f"checkpoint.directory={store}")
     directory.close()
@@ -92,9 +88,7 @@ def test_what_a_save_writes_is_looked_at_before_the_first_step(
     assert problem.message == f"{store}: cannot be used (Is a directory: {store}/{name})"
 
 
-def test_what_stands_in_the_place_of_latest_is_left_to_the_store(
-    open_run: Any, tmp_path: Path
-) -> None:
+def test_what_stands_in_the_place_of_latest_is_left_to_the_store(open_run, tmp_path):
     """Where there is something to continue, it refuses with the commands (exit code 4)."""
     (tmp_path / "shared" / "step_00000010.attempt-1").mkdir(parents=True)
     (tmp_path / "shared" / "latest").mkdir()
@@ -103,7 +97,7 @@ def test_what_stands_in_the_place_of_latest_is_left_to_the_store(
     assert not problems
 
 
-def test_the_lock_is_no_trace_of_training(open_run: Any) -> None:
+def test_the_lock_is_no_trace_of_training(open_run):
     """A run that never took a step may still be changed, and resume: never may be given again."""
     for overrides in ([], ["model.num_layers=4"], ["checkpoint.resume=never"]):
         directory, problems = open_run("run_dir=a", STORE, *overrides)
@@ -111,7 +105,7 @@ def test_the_lock_is_no_trace_of_training(open_run: Any) -> None:
         directory.close()
 
 
-def test_a_directory_that_is_not_mounted_is_not_made(open_run: Any, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_mounted_is_not_made(open_run, tmp_path):
     """Made, it would hide that it is missing, and fill the disk below the mount point."""
     (tmp_path / "a").mkdir()
     last_checkpoint.remember(tmp_path / "a", tmp_path / "shared" / "x", step=3)
@@ -120,7 +114,7 @@ def test_a_directory_that_is_not_mounted_is_not_made(open_run: Any, tmp_path: Pa
     directory.close()
 
 
-def test_checkpoints_lie_outside_by_name_or_by_link(tiny: Any, tmp_path: Path) -> None:
+def test_checkpoints_lie_outside_by_name_or_by_link(tiny, tmp_path):
     def outside(*overrides: str) -> bool:
         return run_directory.lies_outside(tiny("run_dir=a", *overrides).config)
 
@@ -133,10 +127,10 @@ def test_checkpoints_lie_outside_by_name_or_by_link(tiny: Any, tmp_path: Path) -
 
 
 class TestLastCheckpoint:
-    def test_a_new_run_has_none(self, tmp_path: Path) -> None:
+    def test_a_new_run_has_none(self, tmp_path):
         last_checkpoint.refuse_to_forget(tmp_path, tmp_path / "checkpoints")
 
-    def test_both_directories_and_the_remedy_are_named(self, tmp_path: Path) -> None:
+    def test_both_directories_and_the_remedy_are_named(self, tmp_path):
         last_checkpoint.remember(tmp_path, Path("/data/ck/step_7"), step=7000)
         with pytest.raises(CheckpointError) as refused:
             last_checkpoint.refuse_to_forget(tmp_path, tmp_path / "checkpoints")
@@ -148,16 +142,12 @@ class TestLastCheckpoint:
         assert [p.name for p in tmp_path.iterdir()] == [last_checkpoint.FILE]
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "x", "path": 1}'])
-    def test_a_damaged_file_still_says_that_something_was_saved(
-        self, tmp_path: Path, text: str
-    ) -> None:
+    def test_a_damaged_file_still_says_that_something_was_saved(self, tmp_path, text):
         (tmp_path / last_checkpoint.FILE).write_text(text)
         with pytest.raises(CheckpointError, match="is damaged"):
             last_checkpoint.refuse_to_forget(tmp_path, tmp_path / "checkpoints")
 
-    def test_a_file_that_cannot_be_read_now_is_tried_again(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_file_that_cannot_be_read_now_is_tried_again(self, tmp_path, monkeypatch):
         def fail(*args: object) -> None:
             raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -166,14 +156,12 @@ class TestLastCheckpoint:
             last_checkpoint.refuse_to_forget(tmp_path, tmp_path)
         assert refused.value.exit_code == 1
 
-    def test_a_full_disk_does_not_cost_the_checkpoint(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_full_disk_does_not_cost_the_checkpoint(self, tmp_path, caplog):
         last_checkpoint.remember(tmp_path / "none", Path("/data/step_7"), step=7)
         assert "step_7 is complete, but last_checkpoint.json" in caplog.text
 
 
-def test_checkpoints_may_lie_in_the_run_directory_itself(open_run: Any) -> None:
+def test_checkpoints_may_lie_in_the_run_directory_itself(open_run):
     """It has one lock, and this process holds it already."""
     directory, problems = open_run("run_dir=a", "checkpoint.directory=a")
     directory.close()

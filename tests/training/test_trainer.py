@@ -73,14 +73,14 @@ def step_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
 
 
-def test_every_hook_is_called_in_the_order_of_the_list() -> None:
+def test_every_hook_is_called_in_the_order_of_the_list():
     """It is the order of collectives: another one on some rank would be a deadlock."""
     calls: list[str] = []
     loop(calls, [], [], [])._step(1)
     assert calls == [f"{hook} {name}" for hook in ("before_step", "after_step") for name in "abc"]
 
 
-def test_the_order_of_the_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_the_watchers(monkeypatch):
     """Spikes tell what is left out before telemetry tells where it begins."""
     from megatron_patch.stability.adapters import trainer as watcher
 
@@ -102,7 +102,7 @@ def test_the_order_of_the_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order == ["SpikePolicy", "Stability", "Stragglers"]
 
 
-def test_the_first_stop_counts_and_a_checkpoint_is_pinned() -> None:
+def test_the_first_stop_counts_and_a_checkpoint_is_pinned():
     calls: list[Any] = []
     first, second = Stop("one", ValueError("saved: one")), Stop("two")
     made = loop(calls, [Pin(7), first], [second])
@@ -111,7 +111,7 @@ def test_the_first_stop_counts_and_a_checkpoint_is_pinned() -> None:
     assert made._step(2) is None, "the end of the run is no stop"
 
 
-def test_a_checkpoint_carries_what_all_watchers_keep_and_which_data_it_is_of() -> None:
+def test_a_checkpoint_carries_what_all_watchers_keep_and_which_data_it_is_of():
     made = loop([], [], [])
     made.loaders.identities = {"train": "1"}
     made.position.step = 4  # batches 2 to 4 were left out
@@ -119,7 +119,7 @@ def test_a_checkpoint_carries_what_all_watchers_keep_and_which_data_it_is_of() -
     assert made._extra() == kept
 
 
-def test_a_rewind_is_planned_before_anything_is_loaded() -> None:
+def test_a_rewind_is_planned_before_anything_is_loaded():
     calls: list[str] = []
     made = loop(calls, [], [])
     made._stop, made._begin = Stop("of a step that is repeated"), 8
@@ -138,7 +138,7 @@ def test_a_rewind_is_planned_before_anything_is_loaded() -> None:
     assert (made.position.step, made._begin, made._stop) == (4, 4, None)
 
 
-def test_a_phase_ends_with_its_block_and_an_error_keeps_it() -> None:
+def test_a_phase_ends_with_its_block_and_an_error_keeps_it():
     PULSE.reset()
     with Heartbeat(1).step(3):
         with phase("forward"):

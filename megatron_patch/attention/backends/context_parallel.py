@@ -14,18 +14,13 @@ def run(call: AttentionCall, primitives: str) -> Result:
     context-parallel group.
     """
     assert call.cp is not None
-    out = attend(
-        call.q,
-        call.k,
-        call.v,
-        call.options,
-        ranks=call.cp,
-        primitives=primitives,
-        sinks=call.sinks,
-        dropout_seed=draw_seed(call.q.device) if call.options.dropout_p > 0 else None,
-        cu_seqlens=call.packed.get("cu_seqlens_q"),
-        cu_seqlens_padded=call.packed.get("cu_seqlens_q_padded"),
-        max_seqlen=call.packed.get("max_seqlen_q"),
-        return_max_logits=call.want_max_logits or call.observed is not None,
+    cu, padded, longest = map(
+        call.packed.get, ("cu_seqlens_q", "cu_seqlens_q_padded", "max_seqlen_q")
     )
+    out = attend(
+        call.q, call.k, call.v, call.options, ranks=call.cp, primitives=primitives,
+        packed=(cu, padded, longest, None), sinks=call.sinks,
+        dropout_seed=draw_seed(call.q.device) if call.options.dropout_p > 0 else None,
+        return_max_logits=call.want_max_logits or call.observed is not None,
+    )  # fmt: skip
     return call.result(out)

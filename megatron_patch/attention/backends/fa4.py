@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 def run(call: AttentionCall) -> Result:
     """Attention by FlashAttention-4; ``compensated`` is our forward with its backward.
 
-    Raises:
-        ValueError: causal attention of lengths that differ, or another stabilizer.
+    Raises ValueError: causal attention of lengths that differ, or another stabilizer.
     """
     options = call.options
     if options.stabilizer == "compensated":

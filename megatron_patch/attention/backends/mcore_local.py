@@ -10,10 +10,6 @@ def _saved_bytes(n: Shapes, keys: int, stabilizer: str, residual: str) -> int:
     return flash_bytes(n, keys, stabilizer, residual) + n.T * n.q * keys * (3 * n.w)
 
 
-def _score_bytes(n: Shapes, keys: int) -> int:
-    return 4 * n.w * n.T * n.q * keys
-
-
 BACKEND = Backend(
     name="mcore_local",
     kernel="Megatron-Core DotProductAttention (unfused)",
@@ -28,5 +24,5 @@ BACKEND = Backend(
     module=("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
     exact_delta=True,
     saved_bytes=_saved_bytes,
-    score_bytes=_score_bytes,
+    score_bytes=lambda n, keys: 4 * n.w * n.T * n.q * keys,
 )

@@ -18,8 +18,7 @@ TILE = 32 * 2**20
 def run(call: AttentionCall) -> Result:
     """Attention by `stable_attention.reference.reference_attention`, float32 inside.
 
-    Raises:
-        ValueError: padded packed sequences with a mask under which the padding would be seen.
+    Raises ValueError: padded packed sequences with a mask under which the padding would be seen.
     """
     from stable_attention.reference import reference_attention
 

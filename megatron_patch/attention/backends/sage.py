@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 def run(call: AttentionCall) -> Result:
     """Attention by `stable_attention.int8`.
 
-    Raises:
-        ValueError: dropout, sinks, a softcap, maximum logits, or a head dim that kernels lack.
+    Raises ValueError: dropout, sinks, a softcap, maximum logits, or a head dim that kernels lack.
     """
     from stable_attention import ops
     from stable_attention.int8.settings import Settings

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from megatron_patch.attention import registry
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.capabilities import unsupported
 from megatron_patch.schema.problem import Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 
 def problems(run: RunConfig) -> Iterator[Problem]:

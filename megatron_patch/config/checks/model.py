@@ -9,14 +9,9 @@ from collections.abc import Iterator
 
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.registry import MAX_LAYERS
+from megatron_patch.schema import model as shape
 from megatron_patch.schema.effective import groups_experts
-from megatron_patch.schema.model import (
-    attention_head_dim,
-    ffn_hidden_size,
-    is_moe_layer,
-    query_groups,
-)
-from megatron_patch.schema.problem import Problem, at_least
+from megatron_patch.schema.problem import Problem, at_least, more_than_0
 from megatron_patch.schema.run import RunConfig
 
 
@@ -24,13 +19,8 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     """Every problem of the ``model:`` section and of how the layout divides it."""
     sizes = list(_sizes(run))
     yield from sizes
-    yield from _ranges(run)
-    yield from _positions(run)
-    yield from _windows(run)
-    yield from _experts(run)
-    yield from _latent(run)
-    yield from _recompute(run)
-    yield from _fp8(run)
+    for rules in (_ranges, _positions, _windows, _experts, _latent, _recompute, _fp8):
+        yield from rules(run)
     if not sizes:  # dividing nonsense only repeats the complaint
         yield from _divisions(run)
 
@@ -57,10 +47,7 @@ def _ranges(run: RunConfig) -> Iterator[Problem]:
         value = getattr(model, name)
         if not 0.0 <= value < 1.0:
             yield Problem(f"model.{name}", f"{value}: a probability in [0, 1) is needed")
-    for name in ("norm_epsilon", "init_std", "rotary_base"):
-        value = getattr(model, name)
-        if not value > 0:
-            yield Problem(f"model.{name}", f"{value}: must be more than 0")
+    yield from more_than_0("model", model, "norm_epsilon", "init_std", "rotary_base")
     if not 0.0 < model.rotary_percent <= 1.0:
         yield Problem("model.rotary_percent", f"{model.rotary_percent}: a share in (0, 1]")
     if model.layer_spec == "te" and run.training.device == "cpu":
@@ -115,7 +102,8 @@ def _fp8(run: RunConfig) -> Iterator[Problem]:
         text = f"{recipe!r} with experts has not been tried here: use none, or a dense model"
         yield Problem(path, text)
     tp = max(1, p.tensor_model_parallel_size)
-    widths = {"model.hidden_size": model.hidden_size, "ffn_hidden_size": ffn_hidden_size(model)}
+    width = shape.ffn_hidden_size(model)
+    widths = {"model.hidden_size": model.hidden_size, "ffn_hidden_size": width}
     for name, width in widths.items():
         if width % (FP8_MULTIPLE * tp):
             text = f"{recipe!r} needs a multiple of {FP8_MULTIPLE} x {tp} ranks: {name} is {width}"
@@ -145,7 +133,7 @@ def _positions(run: RunConfig) -> Iterator[Problem]:
     heads = model.num_attention_heads
     if model.position_embedding != "rope" or model.mla is not None or heads < 1:
         return
-    width = attention_head_dim(model)
+    width = shape.attention_head_dim(model)
     if width < 1 or not 0 < model.rotary_percent <= 1:  # said by _sizes and _ranges
         return
     rotated = int(width * model.rotary_percent)
@@ -235,7 +223,7 @@ def _stage_without_experts(run: RunConfig) -> Iterator[Problem]:
             for virtual in range(chunks)
             for number in p.chunk_layers(layers, stage=stage, virtual=virtual)
         )
-        if not any(is_moe_layer(freq, number) for number in held):
+        if not any(shape.is_moe_layer(freq, number) for number in held):
             yield Problem(
                 "parallel.use_distributed_optimizer",
                 f"false, and pipeline stage {stage} has no layer with experts "
@@ -352,8 +340,7 @@ def _latent_without_sequence_parallelism(run: RunConfig, tp: int) -> Iterator[Pr
 
 
 def _recompute(run: RunConfig) -> Iterator[Problem]:
-    model, recompute = run.model, run.training.recompute
-    path = "training.recompute.modules"
+    model, recompute, path = run.model, run.training.recompute, "training.recompute.modules"
     if recompute.granularity == "full":
         chunks = max(1, run.parallel.virtual_pipeline_model_parallel_size or 1)
         layers = min(run.parallel.stage_layers(model.num_layers) or [model.num_layers]) // chunks
@@ -365,22 +352,19 @@ def _recompute(run: RunConfig) -> Iterator[Problem]:
             )
     if recompute.granularity != "selective":
         return
-    if "moe" in recompute.modules and model.moe is None:
-        yield Problem(path, "'moe' needs an MoE model (section model.moe); name other modules")
-    if "mla_up_proj" in recompute.modules and model.mla is None:
-        yield Problem(path, "'mla_up_proj' needs model.mla; name other modules")
-    if "moe_act" in recompute.modules and not (groups_experts(run) and model.layer_spec == "te"):
-        yield Problem(
-            path,
-            "'moe_act' needs grouped experts of Transformer Engine (training.grouped_experts, "
-            "model.layer_spec: te); use 'moe'",
-        )
-    if "layernorm" in recompute.modules and model.layer_spec == "local":
-        yield Problem(
-            path,
-            "'layernorm' runs only with Transformer Engine in Megatron-Core 0.19 (it reads a "
-            "Transformer Engine state even without FP8): use model.layer_spec: te, or 'mlp'",
-        )
+    grouped = groups_experts(run) and model.layer_spec == "te"
+    needs = {
+        "moe": (model.moe, "needs an MoE model (section model.moe); name other modules"),
+        "mla_up_proj": (model.mla, "needs model.mla; name other modules"),
+        "moe_act": (grouped, "needs grouped experts of Transformer Engine "
+                    "(training.grouped_experts, model.layer_spec: te); use 'moe'"),
+        "layernorm": (model.layer_spec == "te", "runs only with Transformer Engine in "
+                      "Megatron-Core 0.19 (it reads a Transformer Engine state even without FP8): "
+                      "use model.layer_spec: te, or 'mlp'"),
+    }  # fmt: skip
+    for name, (there, text) in needs.items():
+        if name in recompute.modules and not there:
+            yield Problem(path, f"{name!r} {text}")
 
 
 def _divisions(run: RunConfig) -> Iterator[Problem]:
@@ -394,29 +378,27 @@ def _divisions(run: RunConfig) -> Iterator[Problem]:
             f"{heads} does not divide model.hidden_size ({model.hidden_size}): change one, or set "
             "model.kv_channels",
         )
-    if groups is not None and heads % groups:
-        text = f"{groups} does not divide model.num_attention_heads ({heads})"
-        yield Problem("model.num_query_groups", text)
+    many = "model.num_attention_heads"
+    yield from _divides("model.num_query_groups", groups or 1, heads, many)
     path = "parallel.tensor_model_parallel_size"
-    if heads % tp:
-        yield Problem(path, f"{tp} does not divide model.num_attention_heads ({heads})")
+    yield from _divides(path, tp, heads, many)
     if groups is not None and groups % tp and tp % groups:
         text = f"{tp} and model.num_query_groups ({groups}): one must divide the other"
         yield Problem(path, text)
-    if (model.ffn_hidden_size or 0) % tp:
-        yield Problem(path, f"{tp} does not divide model.ffn_hidden_size ({model.ffn_hidden_size})")
+    yield from _divides(path, tp, model.ffn_hidden_size, "model.ffn_hidden_size")
     if model.mla is not None and model.layer_spec == "local":
         latent = model.mla.kv_lora_rank + model.mla.qk_pos_emb_head_dim
-        if latent % tp:
-            text = f"{tp} does not divide model.mla.kv_lora_rank + qk_pos_emb_head_dim ({latent})"
-            yield Problem(path, text)
-        if (model.mla.q_lora_rank or 0) % tp:
-            text = f"{tp} does not divide model.mla.q_lora_rank ({model.mla.q_lora_rank})"
-            yield Problem(path, text)
+        yield from _divides(path, tp, latent, "model.mla.kv_lora_rank + qk_pos_emb_head_dim")
+        yield from _divides(path, tp, model.mla.q_lora_rank, "model.mla.q_lora_rank")
     yield from _divisions_of_layers(run)
     yield from _divisions_of_sequence(run)
     yield from _divisions_of_heads(run)
     yield from _divisions_of_experts(run)
+
+
+def _divides(path: str, divisor: int, value: int | None, what: str) -> Iterator[Problem]:
+    if (value or 0) % divisor:
+        yield Problem(path, f"{divisor} does not divide {what} ({value})")
 
 
 def _divisions_of_layers(run: RunConfig) -> Iterator[Problem]:
@@ -462,7 +444,7 @@ def _divisions_of_heads(run: RunConfig) -> Iterator[Problem]:
     """Under a2a the heads of a tensor-parallel rank are dealt to the ranks of a group."""
     model, parallel = run.model, run.parallel
     tp = max(1, parallel.tensor_model_parallel_size)
-    groups = query_groups(model) if model.mla is None else model.num_attention_heads
+    groups = shape.query_groups(model) if model.mla is None else model.num_attention_heads
     dealt = {"query": model.num_attention_heads // tp}
     backend = BACKENDS[run.attention.backend]
     if backend.cp and not backend.chunk_primitives:  # ours replicates key/value heads as needed
@@ -486,10 +468,8 @@ def _divisions_of_experts(run: RunConfig) -> Iterator[Problem]:
     moe, parallel = run.model.moe, run.parallel
     if moe is None:
         return
-    ep = max(1, parallel.expert_model_parallel_size)
-    if moe.num_experts % ep:
-        text = f"{ep} does not divide model.moe.num_experts ({moe.num_experts})"
-        yield Problem("parallel.expert_model_parallel_size", text)
+    ep, path = max(1, parallel.expert_model_parallel_size), "parallel.expert_model_parallel_size"
+    yield from _divides(path, ep, moe.num_experts, "model.moe.num_experts")
     tp = max(1, parallel.tensor_model_parallel_size)
     etp = parallel.expert_tensor_parallel_size or tp
     for name, ranks in (("ffn_hidden_size", etp), ("shared_expert_ffn_hidden_size", tp)):

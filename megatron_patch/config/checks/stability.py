@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from megatron_patch.attention import registry
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.capabilities import EXACT_DELTA, unsupported
 from megatron_patch.schema.model import attention_head_dim
 from megatron_patch.schema.problem import Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.run import RunConfig
 
 CAPTURE_MIB = 1024
 """Largest capture file that is asked for by name."""

@@ -37,8 +37,7 @@ def watch(
         causal, scale, dropout_p: of the attention; scale default: 1 / sqrt(head dim).
         library: stabilizer, where the modules call ``stable_attention``; else O is a plain one.
 
-    Raises:
-        ValueError: no module has such a name, or one has no number in its name.
+    Raises ValueError: no module has such a name, or one has no number in its name.
     """
 
     def read(site: Site, args: Any, kwargs: Any, output: torch.Tensor) -> Seen:

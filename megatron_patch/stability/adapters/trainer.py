@@ -80,4 +80,4 @@ class Stability(Watcher):
 
     def status(self) -> list[str]:
         level = self._latest.get("stability/level")
-        return [] if level is None else [f"attention {names.level_name(level)}"]
+        return [] if level is None else [f"attention {names.LEVELS[int(level)]}"]
