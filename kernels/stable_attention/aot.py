@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stable_attention import configs
 from stable_attention.hopper import backward as hopper
 from stable_attention.hopper import forward as hopper_forward
-from stable_attention.hopper import rows
+from stable_attention.hopper import latent, rows
 from stable_attention.int8 import backward as int8_backward
 from stable_attention.int8 import forward as int8_forward
 from stable_attention.int8 import quantise
@@ -49,6 +49,7 @@ KERNELS = (
     backward.dq_kernel,
     rows.rows_kernel,
     hopper.backward_kernel,
+    latent.latent_kernel,
     hopper_forward.forward_kernel,
     rows.places_kernel,
     rows.sum_kernel,

@@ -374,7 +374,7 @@ def _writer(
 
 
 @gluon.jit
-def _new_barriers(COUNT: gl.constexpr, SLOTS: gl.constexpr):
+def new_barriers(COUNT: gl.constexpr, SLOTS: gl.constexpr):
     """A barrier for each slot, which COUNT arrivals complete."""
     barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -406,8 +406,10 @@ def backward_kernel(
     tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
     q_s = gl.allocate_shared_memory(dtype, [PAIR, BM, D], tile_l)
     do_s = gl.allocate_shared_memory(dtype, [PAIR, BM, D], tile_l)
-    k_s = gl.allocate_shared_memory(dtype, [BN, D], tile_l)
-    v_s = gl.allocate_shared_memory(dtype, [BN, D], tile_l)
+    k_s = gl.allocate_shared_memory(dtype, [1, BN, D], tile_l)
+    v_s = gl.allocate_shared_memory(dtype, [1, BN, D], tile_l)
+    k_tile = k_s.index(0)
+    v_tile = v_s.index(0)
     shift_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], shift_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], delta_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
@@ -415,20 +417,20 @@ def backward_kernel(
     out_s = gl.allocate_shared_memory(dtype, [2, 64, D], tile_l)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, DQ], sum_desc.layout)
     item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    item_full = _new_barriers(1, PAIR)
-    item_empty = _new_barriers(4, PAIR)
-    k_fulls = _new_barriers(1, 1)
-    k_empties = _new_barriers(2, 1)
-    v_fulls = _new_barriers(1, 1)
-    v_empties = _new_barriers(2, 1)
-    q_full = _new_barriers(1, PAIR)
-    q_empty = _new_barriers(2, PAIR)
-    do_full = _new_barriers(1, PAIR)
-    do_empty = _new_barriers(2, PAIR)
-    ds_full = _new_barriers(2, PAIR)
-    ds_empty = _new_barriers(2, PAIR)
-    dq_full = _new_barriers(2, PAIR)
-    dq_empties = _new_barriers(1, 1)
+    item_full = new_barriers(1, PAIR)
+    item_empty = new_barriers(4, PAIR)
+    k_fulls = new_barriers(1, 1)
+    k_empties = new_barriers(2, 1)
+    v_fulls = new_barriers(1, 1)
+    v_empties = new_barriers(2, 1)
+    q_full = new_barriers(1, PAIR)
+    q_empty = new_barriers(2, PAIR)
+    do_full = new_barriers(1, PAIR)
+    do_empty = new_barriers(2, PAIR)
+    ds_full = new_barriers(2, PAIR)
+    ds_empty = new_barriers(2, PAIR)
+    dq_full = new_barriers(2, PAIR)
+    dq_empties = new_barriers(1, 1)
     k_full = k_fulls.index(0)
     k_empty = k_empties.index(0)
     v_full = v_fulls.index(0)
@@ -438,7 +440,8 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s, item_s,
+                dk_desc, dv_desc, q_s, k_tile, v_tile, do_s, shift_s, delta_s, ds_s, dq_s, out_s,
+                item_s,
                 item_full, item_empty, k_full, k_empty, v_full, v_empty,
                 q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
                 counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,
@@ -447,7 +450,8 @@ def backward_kernel(
                 0, BM, BN, D, CAUSAL, CAPPED, BAND, PACKED, DROPOUT, EVEN, GROUP, SUMS, AHEAD,
             )),
             (_consumer, (
-                dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s, item_s,
+                dk_desc, dv_desc, q_s, k_tile, v_tile, do_s, shift_s, delta_s, ds_s, dq_s, out_s,
+                item_s,
                 item_full, item_empty, k_full, k_empty, v_full, v_empty,
                 q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
                 counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,
@@ -481,4 +485,4 @@ def backward_kernel(
     )  # fmt: skip
 
 
-__all__ = ["backward_kernel"]
+__all__ = ["backward_kernel", "new_barriers"]

@@ -28,6 +28,7 @@ from stable_attention.hopper.descriptors import (
     tiled,
 )
 from stable_attention.hopper.forward import forward_kernel
+from stable_attention.hopper.latent import PIECE, latent_kernel
 from stable_attention.hopper.plan import (
     FAR,
     Plan,
@@ -228,17 +229,26 @@ def _launch(
     if parts > 1 or add:
         rows = plan.entries * problem.kv_heads * parts * key_tiles * bn
         partial = new((2, rows, problem.d), dtype=torch.float32)
-    launch(
-        backward_kernel,
-        (plan, add),
-        (
-            q, k, v, dout, *((None, None) if add else (dk, dv)),
-            extras.seed if problem.dropout_p > 0 else None,
-            shift, padded, sums, turns, counter, of_keys, partial,
-        ),
-        functools.partial(_backward_arguments, plan),
-        own=7,
-    )  # fmt: skip
+    if problem.d == problem.dv:
+        launch(
+            backward_kernel,
+            (plan, add),
+            (
+                q, k, v, dout, *((None, None) if add else (dk, dv)),
+                extras.seed if problem.dropout_p > 0 else None,
+                shift, padded, sums, turns, counter, of_keys, partial,
+            ),
+            functools.partial(_backward_arguments, plan),
+            own=7,
+        )  # fmt: skip
+    else:
+        launch(
+            latent_kernel,
+            (plan,),
+            (q, k, v, dout, dk, dv, shift, padded, sums, turns, counter, of_keys),
+            functools.partial(_latent_arguments, plan),
+            own=6,
+        )
     touched = turns if plan.band else None
     todo = [(dq, sums, touched, of_queries, False, problem.scale)]
     if partial is not None:
@@ -281,12 +291,14 @@ def _sum_arguments(
     positional = (
         total, out, *others, *strides(out, problem.layout), length, heads, tiles, scale,
     )  # fmt: skip
+    d = problem.d
+    columns = d if d in (64, 128) else 64
     named: dict[str, object] = {
-        "ROWS": rows, "D": problem.d, "PARTS": plan.parts if keys else 1,
+        "ROWS": rows, "D": d, "COLUMNS": columns, "PARTS": plan.parts if keys else 1,
         "TURNS": others[0] is not None, "PACKED": problem.varlen, "LATER": int(keys),
         "ADD": add, "num_warps": rows // 16,
     }  # fmt: skip
-    return (plan.entries * heads * tiles,), positional, named
+    return (plan.entries * heads * tiles, d // columns), positional, named
 
 
 def _forward_arguments(
@@ -377,6 +389,42 @@ def _backward_arguments(
         "SUMS": small[-1] is not None,
         # At d = 64 the scores of the next tile have no registers left.
         "AHEAD": d == 128,
+        # Of a consumer; what the kernel starts with leaves these to it.
+        "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
+    }  # fmt: skip
+    return (min(heads * key_tiles, _processors(q.device)),), positional, named
+
+
+def _latent_arguments(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    shift: torch.Tensor,
+    delta: torch.Tensor,
+    sums: torch.Tensor,
+    *small: torch.Tensor | None,
+) -> Arguments:
+    """As `_backward_arguments`; a causal mask is a band, too."""
+    problem, key_tiles = plan.problem, plan.key_tiles
+    layout, bn = problem.layout, TILES[problem.d][1]
+    heads = plan.entries * problem.kv_heads
+    bounds, masked = mask(problem, square=False)
+    positional = (
+        *(tiled(x, layout, 64, 64) for x in (q, k, v, dout)), _of_rows(shift), _of_rows(delta),
+        *(tiled(x, layout, 64, 64) for x in (dk, dv)),
+        described(sums, list(sums.shape), [problem.d, 1], [64, PIECE.value]),
+        *small,
+        *(s for x in (q, k, v, dout, dk, dv) for s in steps(x, layout)),
+        problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
+        head_block(problem), problem.kv_heads, units(problem)[0], problem.scale,
+    )  # fmt: skip
+    named: dict[str, object] = {
+        "BAND": bool(masked["BAND"]) or problem.sk % bn != 0, "PACKED": problem.varlen,
+        "GROUP": problem.group,
         # Of a consumer; what the kernel starts with leaves these to it.
         "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip

@@ -109,6 +109,8 @@ def splits(problem: Problem) -> int:
     of each part go through memory. Reckoned in query tiles of one processor, and for a batch of
     one: the bits of a sequence do not depend on what else there is.
     """
+    if problem.d != problem.dv:
+        return 1
     bm, bn = TILES[problem.d]
     left, right = reach(problem)
     uneven = right != FAR and left == FAR
@@ -129,7 +131,7 @@ def splits(problem: Problem) -> int:
 
 def head_block(problem: Problem, parts: int = 1) -> int:
     """Parts of key/value heads of a group in the backward pass, counted over the batch."""
-    one = 4 * problem.d * (problem.sk + problem.group // parts * problem.sq)
+    one = 2 * (problem.d + problem.dv) * (problem.sk + problem.group // parts * problem.sq)
     most = L2_BYTES[reach(problem)[1] != FAR] // max(1, one)
     return divisor(entries(problem) * problem.kv_heads * parts, most)
 

@@ -127,6 +127,10 @@ def backward_producer(
     PACKED: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    # Tiles side by side in shared memory have a head dim's columns, tiles of K and V below each
+    # other the keys.
+    PARTS: gl.constexpr = q_s.shape[0] // PAIR
+    V_PARTS: gl.constexpr = do_s.shape[0] // PAIR
     slot = 0
     parity = 0
     item_slot = 0
@@ -151,13 +155,19 @@ def backward_producer(
             part = head % kv_heads
             hk = part // SPLITS
             mbarrier.wait(k_empty, key_parity ^ 1)
-            mbarrier.expect(k_full, k_desc.block_type.nbytes)
+            mbarrier.expect(k_full, k_s.shape[0] * k_desc.block_type.nbytes)
             column = b * stride_kb + hk * stride_kh
-            load_tile(k_desc, n * BN, column, start_k, keys, k_full, k_s, PACKED)
+            for w in gl.static_range(k_s.shape[0] // PARTS):
+                load_parts(
+                    k_desc, n * BN + w * 64, column, start_k, keys, k_full, k_s, w, PARTS, PACKED
+                )
             mbarrier.wait(v_empty, key_parity ^ 1)
-            mbarrier.expect(v_full, v_desc.block_type.nbytes)
+            mbarrier.expect(v_full, v_s.shape[0] * v_desc.block_type.nbytes)
             column = b * stride_vb + hk * stride_vh
-            load_tile(v_desc, n * BN, column, start_k, keys, v_full, v_s, PACKED)
+            for w in gl.static_range(v_s.shape[0] // V_PARTS):
+                load_parts(
+                    v_desc, n * BN + w * 64, column, start_k, keys, v_full, v_s, w, V_PARTS, PACKED
+                )
             key_parity ^= 1
             first, count = query_tiles_of(
                 n, query_tiles, queries, keys, left, right, BM, BN, CAUSAL, BAND
@@ -172,11 +182,11 @@ def backward_producer(
                     mbarrier.wait(q_empty.index(slot), parity ^ 1)
                     mbarrier.expect(
                         q_full.index(slot),
-                        q_desc.block_type.nbytes + shift_desc.block_type.nbytes,
+                        PARTS * q_desc.block_type.nbytes + shift_desc.block_type.nbytes,
                     )
-                    load_tile(
+                    load_parts(
                         q_desc, m * BM, q_column, start_q, queries, q_full.index(slot),
-                        q_s.index(slot), PACKED,
+                        q_s, slot, PARTS, PACKED,
                     )  # fmt: skip
                     tma.async_copy_global_to_shared(
                         shift_desc, [row + m, 0], q_full.index(slot), shift_s.index(slot)
@@ -184,11 +194,11 @@ def backward_producer(
                     mbarrier.wait(do_empty.index(slot), parity ^ 1)
                     mbarrier.expect(
                         do_full.index(slot),
-                        do_desc.block_type.nbytes + delta_desc.block_type.nbytes,
+                        V_PARTS * do_desc.block_type.nbytes + delta_desc.block_type.nbytes,
                     )
-                    load_tile(
+                    load_parts(
                         do_desc, m * BM, do_column, start_q, queries, do_full.index(slot),
-                        do_s.index(slot), PACKED,
+                        do_s, slot, V_PARTS, PACKED,
                     )  # fmt: skip
                     tma.async_copy_global_to_shared(
                         delta_desc, [row + m, 0], do_full.index(slot), delta_s.index(slot)

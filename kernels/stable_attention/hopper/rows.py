@@ -117,10 +117,11 @@ def rows_kernel(
 def sum_kernel(
     sum_ptr, out_ptr, turns_ptr, counter_ptr, places_ptr, stride_b, stride_s, stride_h,
     s, heads, tiles, scale,
-    ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
-    PACKED: tl.constexpr, LATER: tl.constexpr, ADD: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    TURNS: tl.constexpr, PACKED: tl.constexpr, LATER: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """A gradient tile in its own type and layout from PARTS float32 sums, in their order.
+    """A gradient tile in its own type and layout from PARTS float32 sums, in their order; COLUMNS
+    of it a program.
 
     With TURNS, those of a tile to which nobody added are 0. LATER: tiles are of keys. ADD: to what
     is there.
@@ -138,19 +139,24 @@ def sum_kernel(
         s = tl.load(place + 2 + 2 * LATER, mask=ok, other=0)
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
+    if COLUMNS < D:
+        sum_ptr += tl.program_id(1) * COLUMNS
+        out_ptr += tl.program_id(1) * COLUMNS
     first = (head * PARTS * tiles + t).to(tl.int64) * (ROWS * D)
-    total = tl.load(sum_ptr + first + tile_offsets(D, ROWS, D))
+    total = tl.load(sum_ptr + first + tile_offsets(D, ROWS, COLUMNS))
     for _part in tl.static_range(1, PARTS):
         first += tiles.to(tl.int64) * (ROWS * D)
-        total += tl.load(sum_ptr + first + tile_offsets(D, ROWS, D))
+        total += tl.load(sum_ptr + first + tile_offsets(D, ROWS, COLUMNS))
     if TURNS:
         total = tl.where(tl.load(turns_ptr + tile) > 0, total, 0.0)
     where = out_ptr + b * stride_b + h * stride_h + tl.cast(start, tl.int64) * stride_s
     total *= scale
     if ADD:
-        off = tile_offsets(stride_s, ROWS, D)
-        total += load_tile(where, off, n * ROWS, stride_s, s, ROWS, D, D, True, POINTERS, 0)
-    store_tile(where, total, n * ROWS, stride_s, s, ROWS, D, D)
+        off = tile_offsets(stride_s, ROWS, COLUMNS)
+        total += load_tile(
+            where, off, n * ROWS, stride_s, s, ROWS, COLUMNS, COLUMNS, True, POINTERS, 0
+        )
+    store_tile(where, total, n * ROWS, stride_s, s, ROWS, COLUMNS, COLUMNS)
 
 
 __all__ = ["places_kernel", "rows_kernel", "sum_kernel"]

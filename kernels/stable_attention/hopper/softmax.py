@@ -75,7 +75,12 @@ def _lane_limits(last, PER_ROW: gl.constexpr, LAYOUT: gl.constexpr):
     """
     limit = last - 2 * gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LANES)), 0)
     rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LANES)), 1)
-    limit = limit + (rows if PER_ROW else rows * 0)
+    return _spread(limit + (rows if PER_ROW else rows * 0), LAYOUT)
+
+
+@gluon.jit
+def _spread(limit, LAYOUT: gl.constexpr):
+    """One number a lane and row, in `LANES`, in the form of `_pairs`."""
     limit = gl.convert_layout(
         _pinned(limit), gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)), assert_trivial=True
     )
@@ -114,6 +119,22 @@ def hidden_outside(s, right, left, end):
     columns = _columns(s.shape[1], split)
     last = gl.minimum(_lane_limits(right, True, split), _lane_limits(end, False, split))
     seen = (last >= columns) & (_lane_limits(left, True, split) <= columns)
+    x = gl.where(seen, x, -float("inf"))
+    return gl.convert_layout(gl.reshape(x, [s.shape[0], s.shape[1]]), kept, assert_trivial=True)
+
+
+@gluon.jit
+def hidden_queries(s, right, left, end):
+    """s [64 keys, N queries] with -inf where query ``row`` does not see the key: it sees keys
+    left + row .. right + row up to ``end``, counted from the first of these."""
+    kept: gl.constexpr = s.type.layout
+    x = _pairs(s)
+    split: gl.constexpr = x.type.layout
+    columns = _columns(s.shape[1], split)
+    keys = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LANES)), 1)
+    lane = 2 * gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LANES)), 0)
+    first = gl.where(keys <= end, keys - right, s.shape[1] + 8) - lane
+    seen = (_spread(first, split) <= columns) & (_spread(keys - left - lane, split) >= columns)
     x = gl.where(seen, x, -float("inf"))
     return gl.convert_layout(gl.reshape(x, [s.shape[0], s.shape[1]]), kept, assert_trivial=True)
 
@@ -301,6 +322,7 @@ __all__ = [
     "halves",
     "hidden_after",
     "hidden_outside",
+    "hidden_queries",
     "high_part",
     "join_total",
     "low_part",
