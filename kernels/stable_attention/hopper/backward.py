@@ -406,10 +406,8 @@ def backward_kernel(
     tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
     q_s = gl.allocate_shared_memory(dtype, [PAIR, BM, D], tile_l)
     do_s = gl.allocate_shared_memory(dtype, [PAIR, BM, D], tile_l)
-    k_s = gl.allocate_shared_memory(dtype, [1, BN, D], tile_l)
-    v_s = gl.allocate_shared_memory(dtype, [1, BN, D], tile_l)
-    k_tile = k_s.index(0)
-    v_tile = v_s.index(0)
+    k_s = gl.allocate_shared_memory(dtype, [BN, D], tile_l)
+    v_s = gl.allocate_shared_memory(dtype, [BN, D], tile_l)
     shift_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], shift_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], delta_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
@@ -440,8 +438,7 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                dk_desc, dv_desc, q_s, k_tile, v_tile, do_s, shift_s, delta_s, ds_s, dq_s, out_s,
-                item_s,
+                dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s, item_s,
                 item_full, item_empty, k_full, k_empty, v_full, v_empty,
                 q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
                 counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,
@@ -450,8 +447,7 @@ def backward_kernel(
                 0, BM, BN, D, CAUSAL, CAPPED, BAND, PACKED, DROPOUT, EVEN, GROUP, SUMS, AHEAD,
             )),
             (_consumer, (
-                dk_desc, dv_desc, q_s, k_tile, v_tile, do_s, shift_s, delta_s, ds_s, dq_s, out_s,
-                item_s,
+                dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, out_s, item_s,
                 item_full, item_empty, k_full, k_empty, v_full, v_empty,
                 q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
                 counter, places, part_ptr, sq, sk, left, right, all_heads, key_tiles, query_tiles,

@@ -117,6 +117,16 @@ def forward_producer(
 
 
 @gluon.jit
+def _in_tiles(x):
+    """K or V [keys, D] in shared memory as one tile, if it is not cut into tiles."""
+    if len(x.shape) == 2:
+        whole: gl.constexpr = [1, x.shape[0], x.shape[1]]
+        return x._reinterpret(x.dtype, whole, x.layout)
+    else:
+        return x
+
+
+@gluon.jit
 def backward_producer(
     q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
     q_s, k_s, v_s, do_s, shift_s, delta_s, item_s,
@@ -131,6 +141,8 @@ def backward_producer(
     # other the keys.
     PARTS: gl.constexpr = q_s.shape[0] // PAIR
     V_PARTS: gl.constexpr = do_s.shape[0] // PAIR
+    k_s = _in_tiles(k_s)
+    v_s = _in_tiles(v_s)
     slot = 0
     parity = 0
     item_slot = 0
