@@ -7,8 +7,6 @@ COLUMNS_D of them, of V or dO COLUMNS_V; K, V and dS have a row for each consume
 Of 240 registers of a thread dK and dV take 160, so a consumer makes one thing after the other and
 its tensor cores are those of the other consumer in the meantime. dQ is handed over in two rounds,
 of 64 columns and of 32: 96 of 192 are each consumer's. Each writer has every second dQ tile.
-
-dV leaves through the consumer's own part of V, and dK after it.
 """
 
 from triton.experimental import gluon
@@ -30,7 +28,6 @@ from stable_attention.hopper.tiles import (
     item_at,
     place_of,
     query_tiles_of,
-    store_tile,
     turn_of,
 )
 
@@ -41,18 +38,8 @@ PIECE = gl.constexpr(32)
 """Columns of dQ that leave in one copy."""
 ROUNDS = gl.constexpr(2)
 """Of dQ's columns of a consumer."""
-
-
-@gluon.jit
-def _unknown_zero():
-    """0, of which compilers do not know: descriptors of tiles that a loop uses in every round would
-    be worked out before it, and kept in registers that there are not."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    x = gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [gl.full([1], 0, gl.int32, one)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-    return gl.max(x, 0)
+FAR = gl.constexpr(2**30)
+"""Keys to the side that no mask has."""
 
 
 @gluon.jit
@@ -142,27 +129,31 @@ def _hand_over(dq, dq_s, dq_full, dq_empty, tile, W: gl.constexpr, ROUND: gl.con
 
 @gluon.jit
 def _step(
-    dk_a, dk_b, dv, slot, parity, m, right, left, end, unit,
+    dk_a, dk_b, dv, s, slot, parity, m, last, right, left, end, unit,
     q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
     ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
     zero_s, zero_b,
-    W: gl.constexpr, BAND: gl.constexpr, FIRST: gl.constexpr,
+    W: gl.constexpr, BAND: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr,
     S_L: gl.constexpr, B_L: gl.constexpr, AS_L: gl.constexpr, AW_L: gl.constexpr,
 ):  # fmt: skip
-    """Fold query tile m into dk (128 columns and 64) and dv, and finish dQ of the tile before
-    unless FIRST."""
+    """Fold query tile m, whose scores are s, into dk (128 columns and 64) and dv, make the next
+    tile's scores unless last, and finish dQ of the tile before unless FIRST.
+
+    right, left, end: of `hidden_queries`, for the first query tile. EDGE: it hides some.
+    """
     dtype: gl.constexpr = q_s.dtype
     columns: gl.constexpr = gl.SliceLayout(0, S_L)
-    z = _unknown_zero()
-    mbarrier.wait(q_full.index(slot), parity)
-    s_made = _across(k_s, q_s, z + W * COLUMNS_D, slot * COLUMNS_D, zero_s, COLUMNS_D)
+    # 0, of which compilers do not know: where tiles of K and V lie would be worked out before the
+    # loop, a descriptor for every instruction, and kept in registers that there are not.
+    z = slot >> 1
     mbarrier.wait(do_full.index(slot), parity)
     dp_made = _half_across(v_s, do_s, z, slot, zero_b, W, 0)
-    s, dp_made = warpgroup_mma_wait(COLUMNS_V, deps=(s_made, dp_made))
-    if BAND:
+    if BAND or EDGE:
         to_right = right + m * BM
         to_left = left + m * BM
-        if (gl.minimum(to_right, end) < 63) | (to_left + BM - 1 > 0):
+        if EDGE:
+            s = hidden_queries(s, to_right, to_left, end)
+        elif (gl.minimum(to_right, end) < 63) | (to_left + BM - 1 > 0):
             s = hidden_queries(s, to_right, to_left, end)
     shift = shift_s.index(slot).reshape((BM,)).load(columns)
     p = gl.exp2(s * unit - gl.expand_dims(shift, 0))
@@ -181,35 +172,51 @@ def _step(
     fence_async_shared()
     mbarrier.arrive(ds_full.index(slot), count=1)
     dv, dk_a, dk_b = _fold(dv, dk_a, dk_b, p_b, ds_b, do_s, q_s, slot, 1, AW_L, AS_L)
+    following, following_parity = advance(slot, parity, PAIR)
+    before = slot ^ 1
     if FIRST:
         dv, dk_a, dk_b = warpgroup_mma_wait(0, deps=(dv, dk_a, dk_b))
         mbarrier.arrive(do_empty.index(slot), count=1)
         mbarrier.arrive(q_empty.index(slot), count=1)
     else:
-        before = slot ^ 1
         mbarrier.wait(ds_full.index(before), parity ^ before)
-        dq_a_made = _dq_product(ds_s, k_s, z, before, zero_s, W, 0)
-        dv, dk_a, dk_b, dq_a_made = warpgroup_mma_wait(2, deps=(dv, dk_a, dk_b, dq_a_made))
+        dq_a = _dq_product(ds_s, k_s, z, before, zero_s, W, 0)
+        dv, dk_a, dk_b, dq_a = warpgroup_mma_wait(2, deps=(dv, dk_a, dk_b, dq_a))
         mbarrier.arrive(do_empty.index(slot), count=1)
         mbarrier.arrive(q_empty.index(slot), count=1)
-        dq_b_made = _dq_product(ds_s, k_s, z, before, zero_b, W, 1)
-        dq_a, dq_b_made = warpgroup_mma_wait(2, deps=(dq_a_made, dq_b_made))
+        dq_b = _dq_product(ds_s, k_s, z, before, zero_b, W, 1)
+        dq_a, dq_b = warpgroup_mma_wait(2, deps=(dq_a, dq_b))
         _hand_over(dq_a, dq_s, dq_full, dq_empty, before, W, 0)
-        dq_b = warpgroup_mma_wait(0, deps=(dq_b_made,))
+    mbarrier.wait(q_full.index(following), following_parity, pred=last == 0)
+    # After the last tile this is a product of what lies there, which nobody reads.
+    s = _across(k_s, q_s, z + W * COLUMNS_D, following * COLUMNS_D, zero_s, COLUMNS_D)
+    if not FIRST:
+        dq_b, s = warpgroup_mma_wait(COLUMNS_D, deps=(dq_b, s))
         mbarrier.arrive(ds_empty.index(before), count=1)
         _hand_over(dq_b, dq_s, dq_full, dq_empty, before, W, 1)
-    following, following_parity = advance(slot, parity, PAIR)
-    return dk_a, dk_b, dv, following, following_parity
+    s = warpgroup_mma_wait(0, deps=(s,))
+    return dk_a, dk_b, dv, s, following, following_parity
+
+
+@gluon.jit
+def _store(place, x, row, rows, stride):
+    """x [64, N], rows from ``row`` on of so many, to a gradient of 16 bits."""
+    like: gl.constexpr = x.type.layout
+    r = row + gl.expand_dims(gl.arange(0, x.shape[0], gl.SliceLayout(1, like)), 1)
+    columns = gl.expand_dims(gl.arange(0, x.shape[1], gl.SliceLayout(0, like)), 0)
+    where = place + (r.to(gl.int64) * stride + columns)
+    gl.store(where, x.to(place.dtype.element_ty), mask=r < rows)
 
 
 @gluon.jit
 def _consumer(
-    dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, item_s,
+    dk_ptr, dv_ptr, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, item_s,
     item_full, item_empty, k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty,
     ds_full, ds_empty, dq_full, dq_empty,
     counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads,
-    stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
-    W: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, unit, scale,
+    W: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     S_L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
@@ -220,6 +227,8 @@ def _consumer(
     B_L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16]
     )
+    # Query tiles that the diagonal crosses.
+    EDGE: gl.constexpr = BN // BM if CAUSAL else 0
     AS_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
     AW_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=WIDE_L, k_width=2)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -241,83 +250,87 @@ def _consumer(
         item_slot, item_parity = advance(item_slot, item_parity, PAIR)
         running = item >= 0
         if running:
-            place, head = item_at(item, tiles, head_block, BAND)
+            place, head = item_at(item, tiles, head_block, CAUSAL or BAND)
             n, _, queries, start_k, keys = place_of(places, place, sq, sk, PACKED)
             first, count = query_tiles_of(
-                n, query_tiles, queries, keys, left, right, BM, BN, False, BAND
+                n, query_tiles, queries, keys, left, right, BM, BN, CAUSAL, BAND
             )
             # Keys that no query sees meet a tile whose P is 0.
             count = gl.maximum(count, 1)
             dk_a = gl.zeros([64, 128], gl.float32, WIDE_L)
             dk_b = zero_s
             dv = gl.zeros([64, 128], gl.float32, WIDE_L)
-            mbarrier.wait(k_full, key_parity)
-            mbarrier.wait(v_full, key_parity)
-            key_parity ^= 1
             # Which keys, counted from this consumer's first one, the first of all queries may see.
             row = n * BN + W * 64
-            to_right = keys - queries - row + right
-            to_left = keys - queries - row - left
-            end = keys - 1 - row
-            dk_a, dk_b, dv, slot, parity = _step(
-                dk_a, dk_b, dv, slot, parity, first, to_right, to_left, end, unit,
+            to_right = -row
+            to_left = -FAR
+            end = FAR
+            if BAND:
+                to_right = keys - queries - row + right
+                to_left = keys - queries - row - left
+                end = keys - 1 - row
+            mbarrier.wait(k_full, key_parity)
+            mbarrier.wait(q_full.index(slot), parity)
+            s = _across(k_s, q_s, W * COLUMNS_D, slot * COLUMNS_D, zero_s, COLUMNS_D)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.wait(v_full, key_parity)
+            key_parity ^= 1
+            dk_a, dk_b, dv, s, slot, parity = _step(
+                dk_a, dk_b, dv, s, slot, parity, first, gl.where(count * GROUP == 1, 1, 0),
+                to_right, to_left, end, unit,
                 q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
                 ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
-                zero_s, zero_b, W, BAND, True, S_L, B_L, AS_L, AW_L,
+                zero_s, zero_b, W, BAND, CAUSAL, True, S_L, B_L, AS_L, AW_L,
             )  # fmt: skip
-            m = first
-            for _u in range(1, count * GROUP):
-                m = gl.where(m + 1 == first + count, first, m + 1) if GROUP > 1 else m + 1
-                dk_a, dk_b, dv, slot, parity = _step(
-                    dk_a, dk_b, dv, slot, parity, m, to_right, to_left, end, unit,
-                    q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
-                    ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
-                    zero_s, zero_b, W, BAND, False, S_L, B_L, AS_L, AW_L,
-                )  # fmt: skip
-            b = head // kv_heads
-            hk = head % kv_heads
+            for g in range(0, GROUP):
+                begin = gl.where(g == 0, 1, 0)
+                if CAUSAL:
+                    for t in range(begin, gl.minimum(EDGE, count)):
+                        last = gl.where((t + 1 == count) & (g + 1 == GROUP), 1, 0)
+                        dk_a, dk_b, dv, s, slot, parity = _step(
+                            dk_a, dk_b, dv, s, slot, parity, first + t, last,
+                            to_right, to_left, end, unit,
+                            q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
+                            ds_full, ds_empty, dq_full, dq_empty,
+                            q_full, q_empty, do_full, do_empty,
+                            zero_s, zero_b, W, BAND, True, False, S_L, B_L, AS_L, AW_L,
+                        )  # fmt: skip
+                    begin = EDGE
+                for t in range(begin, count):
+                    last = gl.where((t + 1 == count) & (g + 1 == GROUP), 1, 0)
+                    dk_a, dk_b, dv, s, slot, parity = _step(
+                        dk_a, dk_b, dv, s, slot, parity, first + t, last,
+                        to_right, to_left, end, unit,
+                        q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s,
+                        ds_full, ds_empty, dq_full, dq_empty, q_full, q_empty, do_full, do_empty,
+                        zero_s, zero_b, W, BAND, False, False, S_L, B_L, AS_L, AW_L,
+                    )  # fmt: skip
+            mbarrier.arrive(v_empty, count=1)
             before = slot ^ 1
-            z = 0
             mbarrier.wait(ds_full.index(before), parity ^ before)
-            dq_a_made = _dq_product(ds_s, k_s, z, before, zero_s, W, 0)
-            dq_a = warpgroup_mma_wait(0, deps=(dq_a_made,))
+            dq_a = _dq_product(ds_s, k_s, 0, before, zero_s, W, 0)
+            dq_a = warpgroup_mma_wait(0, deps=(dq_a,))
+            dq_b = _dq_product(ds_s, k_s, 0, before, zero_b, W, 1)
             _hand_over(dq_a, dq_s, dq_full, dq_empty, before, W, 0)
-            dq_b_made = _dq_product(ds_s, k_s, z, before, zero_b, W, 1)
-            # Nobody else reads these keys' V, and this consumer is through with it.
-            out = _pair(v_s, W * COLUMNS_V)
-            out.store(dv.to(out.dtype))
-            fence_async_shared()
-            column = b * stride_dvb + hk * stride_dvh
-            for c in gl.static_range(COLUMNS_V):
-                tile = v_s.index(W * COLUMNS_V + c)
-                store_tile(dv_desc, row, column + 64 * c, start_k, keys, tile, PACKED)
-            dq_b = warpgroup_mma_wait(0, deps=(dq_b_made,))
+            dq_b = warpgroup_mma_wait(0, deps=(dq_b,))
             mbarrier.arrive(ds_empty.index(before), count=1)
             mbarrier.arrive(k_empty, count=1)
-            column = b * stride_dkb + hk * stride_dkh
-            tma.store_wait(0)
-            out.store((dk_a * scale).to(out.dtype))
-            fence_async_shared()
-            for c in gl.static_range(2):
-                tile = v_s.index(W * COLUMNS_V + c)
-                store_tile(dk_desc, row, column + 64 * c, start_k, keys, tile, PACKED)
-            # The slot of the next dS, of which this consumer's half is nobody else's.
-            mbarrier.wait(ds_empty.index(slot), parity ^ 1)
-            tile = ds_s.index(slot * 2 + W)
-            tile.store((dk_b * scale).to(out.dtype))
-            fence_async_shared()
-            store_tile(dk_desc, row, column + 128, start_k, keys, tile, PACKED)
+            b = (head // kv_heads).to(gl.int64)
+            hk = (head % kv_heads).to(gl.int64)
+            out = dv_ptr + b * stride_dvb + hk * stride_dvh + start_k.to(gl.int64) * stride_dvs
+            _store(out, dv, row, keys, stride_dvs)
             _hand_over(dq_b, dq_s, dq_full, dq_empty, before, W, 1)
-            tma.store_wait(0)
-            mbarrier.arrive(v_empty, count=1)
-    tma.store_wait(0)
+            out = dk_ptr + b * stride_dkb + hk * stride_dkh + start_k.to(gl.int64) * stride_dks
+            _store(out, dk_a * scale, row, keys, stride_dks)
+            _store(out + 128, dk_b * scale, row, keys, stride_dks)
 
 
 @gluon.jit
 def _writer(
     sum_desc, turns, counter, places, dq_s, item_s, item_full, item_empty, dq_full, dq_empty,
     sq, sk, left, right, key_tiles, query_tiles, head_block,
-    W: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
+    W: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     """As in `backward`. A tile's parts are taken in a fixed order: the second consumer lags half a
     tile behind the first."""
@@ -335,18 +348,18 @@ def _writer(
         item_slot, item_parity = advance(item_slot, item_parity, PAIR)
         running = item >= 0
         if running:
-            t, head = item_at(item, key_tiles, head_block, BAND)
+            t, head = item_at(item, key_tiles, head_block, CAUSAL or BAND)
             n, _, queries, _, keys = place_of(places, t, sq, sk, PACKED)
             first_row = first_row_of(places, t, PACKED)
             first, seen = query_tiles_of(
-                n, query_tiles, queries, keys, left, right, BM, BN, False, BAND
+                n, query_tiles, queries, keys, left, right, BM, BN, CAUSAL, BAND
             )
             count = gl.maximum(seen, 1)
             for u in range((W + done) & 1, count * GROUP, 2):
                 number = done + u
                 m = first + u % count
                 tile = (head * GROUP + u // count) * query_tiles + first_row + m
-                turn = turn_of(m, n, queries, keys, right, BM, BN, False, BAND)
+                turn = turn_of(m, n, queries, keys, right, BM, BN, CAUSAL, BAND)
                 if BAND:
                     turn = gl.where(seen > 0, turn, -1)
                 wait_for_turn(turns + tile, turn)
@@ -378,12 +391,13 @@ def _writer(
     ]
 )  # fmt: skip
 def latent_kernel(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_desc, dv_desc, sum_desc,
+    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_ptr, dv_ptr, sum_desc,
     turns, counter, places,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
-    stride_dkb, stride_dkh, stride_dvb, stride_dvh,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, unit, scale,
-    BAND: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     # A ragged descriptor's tile has two dimensions more.
@@ -408,20 +422,22 @@ def latent_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, item_s,
+                dk_ptr, dv_ptr, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, item_s,
                 item_full, item_empty, k_full, k_empty, v_full, v_empty,
                 q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
                 counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads,
-                stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
-                0, BAND, PACKED, GROUP,
+                stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+                unit, scale,
+                0, CAUSAL, BAND, PACKED, GROUP,
             )),
             (_consumer, (
-                dk_desc, dv_desc, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, item_s,
+                dk_ptr, dv_ptr, q_s, k_s, v_s, do_s, shift_s, delta_s, ds_s, dq_s, item_s,
                 item_full, item_empty, k_full, k_empty, v_full, v_empty,
                 q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dq_full, dq_empty,
                 counter, places, sq, sk, left, right, key_tiles, query_tiles, head_block, kv_heads,
-                stride_dkb, stride_dkh, stride_dvb, stride_dvh, unit, scale,
-                1, BAND, PACKED, GROUP,
+                stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+                unit, scale,
+                1, CAUSAL, BAND, PACKED, GROUP,
             )),
             (backward_producer, (
                 q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, counter, places,
@@ -431,17 +447,17 @@ def latent_kernel(
                 sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads,
                 stride_qb, stride_qh, stride_kb, stride_kh,
                 stride_vb, stride_vh, stride_gb, stride_gh,
-                BM, BN, False, BAND, PACKED, GROUP, 1,
+                BM, BN, CAUSAL, BAND, PACKED, GROUP, 1,
             )),
             (_writer, (
                 sum_desc, turns, counter, places, dq_s, item_s, item_full, item_empty,
                 dq_full, dq_empty, sq, sk, left, right, key_tiles, query_tiles, head_block,
-                0, BAND, PACKED, GROUP,
+                0, CAUSAL, BAND, PACKED, GROUP,
             )),
             (_writer, (
                 sum_desc, turns, counter, places, dq_s, item_s, item_full, item_empty,
                 dq_full, dq_empty, sq, sk, left, right, key_tiles, query_tiles, head_block,
-                1, BAND, PACKED, GROUP,
+                1, CAUSAL, BAND, PACKED, GROUP,
             )),
         ],
         [4, 1, 1, 1],

@@ -408,23 +408,25 @@ def _latent_arguments(
     sums: torch.Tensor,
     *small: torch.Tensor | None,
 ) -> Arguments:
-    """As `_backward_arguments`; a causal mask is a band, too."""
+    """As `_backward_arguments`; gradients have no descriptors."""
     problem, key_tiles = plan.problem, plan.key_tiles
     layout, bn = problem.layout, TILES[problem.d][1]
     heads = plan.entries * problem.kv_heads
-    bounds, masked = mask(problem, square=False)
+    bounds, masked = mask(problem)
+    if problem.sk % bn and not masked["CAUSAL"]:
+        masked["BAND"] = True  # of all keys that there are
     positional = (
         *(tiled(x, layout, 64, 64) for x in (q, k, v, dout)), _of_rows(shift), _of_rows(delta),
-        *(tiled(x, layout, 64, 64) for x in (dk, dv)),
+        dk, dv,
         described(sums, list(sums.shape), [problem.d, 1], [64, PIECE.value]),
         *small,
-        *(s for x in (q, k, v, dout, dk, dv) for s in steps(x, layout)),
+        *(s for x in (q, k, v, dout) for s in steps(x, layout)),
+        *(s for x in (dk, dv) for s in strides(x, layout)),
         problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
         head_block(problem), problem.kv_heads, units(problem)[0], problem.scale,
     )  # fmt: skip
     named: dict[str, object] = {
-        "BAND": bool(masked["BAND"]) or problem.sk % bn != 0, "PACKED": problem.varlen,
-        "GROUP": problem.group,
+        **masked, "GROUP": problem.group,
         # Of a consumer; what the kernel starts with leaves these to it.
         "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
