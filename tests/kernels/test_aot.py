@@ -67,7 +67,7 @@ MAX_SPILLS = {
 ELSEWHERE = 1000
 # Of a persistent Gluon kernel, outside its loops for the most part; and what ptxas says of it,
 # and of row sums of dS, without harm: that it lets one product start where another may still run.
-PERSISTENT, HARMLESS = 900, "C7519"
+PERSISTENT, HARMLESS = 1100, "C7519"
 # The generator of dropout's mask takes registers of its own.
 WITH_DROPOUT = 2000
 # Two float32 accumulators, an int32 product beside them. Tiles that spill less are slower (H200).
@@ -93,7 +93,7 @@ def test_shipped_tiles_compile_and_fit(arch, which, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
-    counts = {"few": 15, "all": 43} if arch != "sm90" else {"few": 20, "all": 56}
+    counts = {"few": 15, "all": 43} if arch != "sm90" else {"few": 20, "all": 59}
     assert len(rows) == counts[which]
     for row in rows:
         assert row["shared"] <= row["limit"], row
@@ -167,14 +167,17 @@ chunks = dict(chunked=True, pos_q=2048, pos_k=1500)
 dropped = dict(dropout_p=0.1)
 cases = ((128, "thd", 1, whole), (64, "bshd", 8, whole), (128, "bshd", 8, dict(softcap=30.0)),
          (64, "bshd", 8, chunks), (128, "bshd", 2, chunks),
-         (64, "bshd", 2, dropped), (128, "bshd", 8, dropped))
+         (64, "bshd", 2, dropped), (128, "bshd", 8, dropped), (192, "thd", 8, whole),
+         (192, "bshd", 2, {}))
 for d, layout, kv_heads, options in cases:
-    p = Problem(layout=layout, dtype=torch.bfloat16, batch=2, sq=2048, sk=2048, heads=8, d=d, dv=d,
+    dv = min(d, 128)
+    p = Problem(layout=layout, dtype=torch.bfloat16, batch=2, sq=2048, sk=2048, heads=8, d=d, dv=dv,
                 kv_heads=kv_heads, tq=4096, tk=4096, scale=d**-0.5,
                 window_right=0, **options)
     packed = layout == "thd"
     tokens = (4096,) if packed else (2, 2048)
-    q, k = (torch.empty(*tokens, h, d, dtype=p.dtype, device="meta") for h in (8, kv_heads))
+    sizes = ((8, d), (kv_heads, d), (kv_heads, dv), (8, dv))
+    q, k, v, g = (torch.empty(*tokens, *x, dtype=p.dtype, device="meta") for x in sizes)
     cu = torch.empty(3, dtype=torch.int32, device="meta") if packed else None
     lse = torch.empty(*((8, 4096) if packed else (2, 8, 2048)), device="meta")
     extras = Extras(cu_q=cu, cu_k=cu, seed=torch.empty((), dtype=torch.int64, device="meta"))
@@ -182,8 +185,8 @@ for d, layout, kv_heads, options in cases:
     sums = [torch.empty(x.shape, device="meta") for x in (q, k, k)] if p.chunked else None
     with aot.capture("sm90") as launches:
         if not p.dropout_p:
-            hopper.forward(p, q, k, k, extras=extras, out_dtype=partial, with_lse=False)
-        hopper.backward(p, q, q, k, k, lse=lse, delta=lse, extras=extras, accumulators=sums)
+            hopper.forward(p, q, k, v, extras=extras, out_dtype=partial, with_lse=False)
+        hopper.backward(p, g, q, k, v, lse=lse, delta=lse, extras=extras, accumulators=sums)
     for x in (aot.compile_launch(launch, "sm90") for launch in launches):
         rows.append(dict(kernel=x.name, spills=x.spill_bytes, shared=x.shared, warnings=x.warnings))
 print(json.dumps(rows))

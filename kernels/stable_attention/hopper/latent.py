@@ -151,7 +151,7 @@ def _step(
     if BAND or EDGE:
         to_right = right + m * BM
         to_left = left + m * BM
-        if EDGE:
+        if EDGE:  # known when it is compiled: no branch  # noqa: SIM114
             s = hidden_queries(s, to_right, to_left, end)
         elif (gl.minimum(to_right, end) < 63) | (to_left + BM - 1 > 0):
             s = hidden_queries(s, to_right, to_left, end)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 TILES = {64: (128, 128), 128: (64, 128), 192: (64, 128)}
-"""Head dim of q and k -> (queries, keys) of a tile of the backward pass, which serves no others: what shared
-memory and registers hold. 64 keys are each consumer's."""
+"""Head dim of q and k -> (queries, keys) of a tile of the backward pass, which serves no others:
+what shared memory and registers hold. 64 keys are each consumer's."""
 
 
 def width(d: int) -> int:
