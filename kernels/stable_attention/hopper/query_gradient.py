@@ -47,17 +47,19 @@ from stable_attention.numerics import LOG2E
 
 @gluon.jit
 def _load_queries(
-    desc, m, column, start, queries, full, target, tiles, free, PARTS: gl.constexpr,
-    PACKED: gl.constexpr,
+    desc, m, column, start, queries, full, ring, tiles, free, SLOTS: gl.constexpr,
+    PARTS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of a tile of Q or dO, once the one before is read."""
-    if tiles > 0:
-        sync_named(free, ALL, 1)
-    mbarrier.expect(full, 2 * PARTS * desc.block_type.nbytes)
+    """Start the copy of a tile of Q or dO to its slot, once what was there is read."""
+    slot = tiles & (SLOTS - 1)
+    if tiles >= SLOTS:
+        sync_named(free + slot, ALL, 1)
+    mbarrier.expect(full.index(slot), 2 * PARTS * desc.block_type.nbytes)
     for w in gl.static_range(2):
         load_parts(
-            desc, m * TILE + w * 64, column, start, queries, full, target, w, PARTS, PACKED
-        )
+            desc, m * TILE + w * 64, column, start, queries, full.index(slot), ring,
+            slot * 2 + w, PARTS, PACKED,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -78,8 +80,8 @@ def _producer(
     q_full, do_full, k_full, v_full,
     sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
     stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh, stride_vb, stride_vh,
-    GROUP: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
-    PARTS: gl.constexpr, V_PARTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
+    GROUP: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
+    PARTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
     PACKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
     Q_BYTES: gl.constexpr, DO_BYTES: gl.constexpr,
 ):  # fmt: skip
@@ -89,7 +91,6 @@ def _producer(
     k = 0
     v = 0
     copied = 0
-    copied_v = 0
     tiles = 0
     if PACKED:
         query_tiles = gl.load(counter + 1)
@@ -119,11 +120,11 @@ def _producer(
                 # Its place is free for long.
                 _load_queries(
                     do_desc, m, do_column, start_q, queries, do_full, do_s, tiles,
-                    BUFFER_OF_Q + 1, V_PARTS, PACKED,
+                    BUFFER_OF_Q + Q_SLOTS, 1, 1, PACKED,
                 )  # fmt: skip
             _load_queries(
-                q_desc, m, q_column, start_q, queries, q_full, q_s, tiles, BUFFER_OF_Q, PARTS,
-                PACKED,
+                q_desc, m, q_column, start_q, queries, q_full, q_s, tiles, BUFFER_OF_Q,
+                Q_SLOTS, PARTS, PACKED,
             )  # fmt: skip
             k_column = b * stride_kb + hk * stride_kh
             v_column = b * stride_vb + hk * stride_vh
@@ -154,25 +155,24 @@ def _producer(
                 if i == 0 and not DO_IN_REGISTERS:
                     _load_queries(
                         do_desc, m, do_column, start_q, queries, do_full, do_s, tiles,
-                        BUFFER_OF_Q + 1, V_PARTS, PACKED,
+                        BUFFER_OF_Q + Q_SLOTS, 1, 1, PACKED,
                     )  # fmt: skip
-                for part in gl.static_range(V_PARTS):
-                    if copied_v >= V_SLOTS:
-                        sync_named(SLOT_OF_V + v, ALL, 1)
-                    mbarrier.expect(v_full.index(v), v_desc.block_type.nbytes)
-                    load_tile(
-                        v_desc, (last - i) * BN, v_column + part * v_s.shape[2], start_k, keys,
-                        v_full.index(v), v_s.index(v), PACKED,
-                    )  # fmt: skip
-                    v = gl.where(v + 1 == V_SLOTS, 0, v + 1)
-                    copied_v += 1
+                if copied > V_SLOTS:
+                    sync_named(SLOT_OF_V + v, ALL, 1)
+                mbarrier.expect(v_full.index(v), v_desc.block_type.nbytes)
+                load_tile(
+                    v_desc, (last - i) * BN, v_column, start_k, keys, v_full.index(v),
+                    v_s.index(v), PACKED,
+                )  # fmt: skip
+                v = gl.where(v + 1 == V_SLOTS, 0, v + 1)
             tiles += 1
             # As many numbers are taken as there are items, so the counter ends as it began.
             item = gl.num_programs(0) + next_item(counter, items - 1)
         else:
-            if tiles > 0:
-                sync_named(BUFFER_OF_Q, ALL, 1)
-            mbarrier.arrive(q_full, count=1)
+            slot = tiles & (Q_SLOTS - 1)
+            if tiles >= Q_SLOTS:
+                sync_named(BUFFER_OF_Q + slot, ALL, 1)
+            mbarrier.arrive(q_full.index(slot), count=1)
 
 
 @gluon.jit
@@ -208,8 +208,7 @@ def _place(item_s, tiles, places, sq, sk, PACKED: gl.constexpr):
 @gluon.jit
 def _pass_over(
     n, k, k_parity, v, v_parity, k_full, v_full,
-    W: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, V_PARTS: gl.constexpr,
-    TURNS: gl.constexpr,
+    W: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Free the slots of so many blocks unread, once they are full, as they would be twice else."""
     for _ in range(n):
@@ -219,10 +218,9 @@ def _pass_over(
             sync_named(TURN + W, "256", 4)
             arrive_named(TURN + 1 - W, "256")
         k, k_parity = advance(k, k_parity, K_SLOTS)
-        for _part in gl.static_range(V_PARTS):
-            mbarrier.wait(v_full.index(v), v_parity)
-            arrive_named(SLOT_OF_K + K_SLOTS + v, ALL)
-            v, v_parity = advance(v, v_parity, V_SLOTS)
+        mbarrier.wait(v_full.index(v), v_parity)
+        arrive_named(SLOT_OF_K + K_SLOTS + v, ALL)
+        v, v_parity = advance(v, v_parity, V_SLOTS)
     return k, k_parity, v, v_parity
 
 
@@ -247,36 +245,6 @@ def _await_keys(pending: gl.constexpr, dq, s, dp, PARTS: gl.constexpr):
     else:
         a, b, c, s, dp = warpgroup_mma_wait(pending, deps=(dq[0], dq[1], dq[2], s, dp))
         return (a, b, c), s, dp
-
-
-@gluon.jit
-def _start_dp(
-    do, do_s, w, v_s, v_full, v, v_parity, zero, V_SLOTS: gl.constexpr, V_PARTS: gl.constexpr,
-):  # fmt: skip
-    """Start dP [64, BN] of a block, in products that each wait for a part of V."""
-    mbarrier.wait(v_full.index(v), v_parity)
-    dp = warpgroup_mma(do, v_s.index(v).permute((1, 0)), zero, use_acc=False, is_async=True)
-    for part in gl.static_range(1, V_PARTS):
-        v, v_parity = advance(v, v_parity, V_SLOTS)
-        mbarrier.wait(v_full.index(v), v_parity)
-        do = do_s.index(w * V_PARTS + part)
-        dp = warpgroup_mma(do, v_s.index(v).permute((1, 0)), dp, is_async=True)
-    return dp
-
-
-@gluon.jit
-def _end_dp(
-    dp, v_full, v, v_parity, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, V_PARTS: gl.constexpr
-):
-    """(dP, next slot of V, its parity), the slots free."""
-    # A wait that is a loop, and over long since: else ptxas moves that for dP before the
-    # exponentials.
-    mbarrier.wait(v_full.index(v), v_parity)
-    for part in gl.static_range(V_PARTS):
-        dp = warpgroup_mma_wait(V_PARTS - 1 - part, deps=(dp,))
-        arrive_named(SLOT_OF_K + K_SLOTS + v, ALL)
-        v, v_parity = advance(v, v_parity, V_SLOTS)
-    return dp, v, v_parity
 
 
 @gluon.jit
@@ -379,8 +347,8 @@ def _consumer(
     q_full, do_full, k_full, v_full,
     sq, sk, left, right, key_blocks, stride_lb, stride_lh,
     stride_dqb, stride_dqs, stride_dqh, unit, scale,
-    W: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
-    PARTS: gl.constexpr, V_PARTS: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr,
+    W: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
+    PARTS: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr,
     MASKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     DQ: gl.constexpr = k_s.shape[2]
@@ -407,7 +375,7 @@ def _consumer(
         arrive_named(TURN, "256")
     out = _rounded(zero_dq, 0.0, dtype)
     out = (out,) if PARTS == 1 else (out, out, out)
-    mbarrier.wait(q_full, 0)
+    mbarrier.wait(q_full.index(0), 0)
     head, b, h, m, start, queries, keys = _place(item_s, 0, places, sq, sk, PACKED)
     while head >= 0:
         last, blocks = key_blocks_of(m, key_blocks, queries, keys, left, right, BN, False, BAND)
@@ -425,7 +393,7 @@ def _consumer(
             blocks = own - own_first + 1
             k, k_parity, v, v_parity = _pass_over(
                 last - own, k, k_parity, v, v_parity, k_full, v_full, W, K_SLOTS, V_SLOTS,
-                V_PARTS, TURNS,
+                TURNS,
             )
         to_right, to_left, end = limits_of(m, own, queries, keys, left, right, W, BN)
         rows = m * TILE + W * 64 + gl.arange(0, 64, RS)
@@ -435,20 +403,28 @@ def _consumer(
         # `numerics.lse_to_shift`
         shift = gl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
         mbarrier.wait(k_full.index(k), k_parity)
-        s_made = scores(q_s.index(W * PARTS), q_s, W, k_s, k, zero_s, PARTS)
+        slot = tiles & (Q_SLOTS - 1)
+        # Opaque, so that descriptors of Q and dO are not kept in registers.
+        w = _uniform(W)
+        w_q = slot * 2 + w
+        s_made = scores(q_s.index(w_q * PARTS), q_s, w_q, k_s, k, zero_s, PARTS)
         _store(
             dq_ptr, out, tiles, item_s, places, sq, sk, stride_dqb, stride_dqs, stride_dqh,
             W, PARTS, PACKED,
         )  # fmt: skip
-        mbarrier.wait(do_full, tiles & 1)
-        do = operand(do_s, W, V_PARTS, DO_IN_REGISTERS, DO_L)
-        dp_made = _start_dp(do, do_s, W, v_s, v_full, v, v_parity, zero_s, V_SLOTS, V_PARTS)
-        s, dp_made = warpgroup_mma_wait(V_PARTS, deps=(s_made, dp_made))
-        arrive_if(BUFFER_OF_Q, blocks == 1, ALL, False)
+        mbarrier.wait(do_full.index(0), tiles & 1)
+        do = operand(do_s, w, 1, DO_IN_REGISTERS, DO_L)
+        mbarrier.wait(v_full.index(v), v_parity)
+        dp_made = scores(do, do_s, w, v_s, v, zero_s, 1)
+        s, dp_made = warpgroup_mma_wait(1, deps=(s_made, dp_made))
+        arrive_if(BUFFER_OF_Q + slot, blocks == 1, ALL, False)
         p = _probabilities(s, shift, unit, to_right, to_left, end, 0, BN, MASKED)
-        dp, v, v_parity = _end_dp(dp_made, v_full, v, v_parity, K_SLOTS, V_SLOTS, V_PARTS)
+        mbarrier.wait(v_full.index(v), v_parity)  # see below
+        dp = warpgroup_mma_wait(0, deps=(dp_made,))
+        arrive_named(SLOT_OF_V + v, ALL)
+        v, v_parity = advance(v, v_parity, V_SLOTS)
         if DO_IN_REGISTERS:
-            arrive_named(BUFFER_OF_Q + 1, ALL)
+            arrive_named(BUFFER_OF_Q + Q_SLOTS, ALL)
         ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), DS_L)
         dq = (zero_dq,) if PARTS == 1 else (zero_dq, zero_dq, zero_dq)
         for i in range(1, blocks):
@@ -459,26 +435,32 @@ def _consumer(
             dq = _add_keys(dq, ds, k_s, before, i > 1, PARTS)
             if TURNS == 1:
                 arrive_named(TURN + 1 - W, "256")
-            # Opaque, so that descriptors of Q and dO are not kept in registers.
             w = _uniform(W)
+            w_q = (tiles & (Q_SLOTS - 1)) * 2 + w
             mbarrier.wait(k_full.index(k), k_parity)
-            s_begun = scores(q_s.index(w * PARTS), q_s, w, k_s, k, zero_s, PARTS)
+            s_begun = scores(q_s.index(w_q * PARTS), q_s, w_q, k_s, k, zero_s, PARTS)
             if TURNS == 2:
                 arrive_named(TURN + 1 - W, "256")
             if not DO_IN_REGISTERS:
-                do = operand(do_s, w, V_PARTS, False, DO_L)
-            dp_begun = _start_dp(do, do_s, w, v_s, v_full, v, v_parity, zero_s, V_SLOTS, V_PARTS)
+                do = operand(do_s, w, 1, False, DO_L)
+            mbarrier.wait(v_full.index(v), v_parity)
+            dp_begun = scores(do, do_s, w, v_s, v, zero_s, 1)
             if TURNS == 3:
                 arrive_named(TURN + 1 - W, "256")
-            dq, s, dp = _await_keys(PARTS + V_PARTS, dq, s_begun, dp_begun, PARTS)
+            dq, s, dp = _await_keys(PARTS + 1, dq, s_begun, dp_begun, PARTS)
             arrive_named(SLOT_OF_K + before, ALL)
-            s, dp = warpgroup_mma_wait(V_PARTS, deps=(s, dp))
-            arrive_if(BUFFER_OF_Q, i + 1 == blocks, ALL, False)
+            s, dp = warpgroup_mma_wait(1, deps=(s, dp))
+            arrive_if(BUFFER_OF_Q + slot, i + 1 == blocks, ALL, False)
             p = _probabilities(s, shift, unit, to_right, to_left, end, i * BN, BN, MASKED)
-            dp, v, v_parity = _end_dp(dp, v_full, v, v_parity, K_SLOTS, V_SLOTS, V_PARTS)
+            # A wait that is a loop, for what is there: else ptxas moves that for dP before the
+            # exponentials.
+            mbarrier.wait(v_full.index(v), v_parity)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            arrive_named(SLOT_OF_V + v, ALL)
+            v, v_parity = advance(v, v_parity, V_SLOTS)
             ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), DS_L)
         if not DO_IN_REGISTERS:
-            arrive_named(BUFFER_OF_Q + 1, ALL)
+            arrive_named(BUFFER_OF_Q + Q_SLOTS, ALL)
         if TURNS:
             sync_named(TURN + W, "256", 4)
         dq = _add_keys(dq, ds, k_s, k, blocks > 1, PARTS)
@@ -495,10 +477,11 @@ def _consumer(
         if BAND:
             k, k_parity, v, v_parity = _pass_over(
                 after, k, k_parity, v, v_parity, k_full, v_full, W, K_SLOTS, V_SLOTS,
-                V_PARTS, TURNS,
+                TURNS,
             )
         tiles += 1
-        mbarrier.wait(q_full, tiles & 1)
+        slot = tiles & (Q_SLOTS - 1)
+        mbarrier.wait(q_full.index(slot), (tiles >> (Q_SLOTS - 1)) & 1)
         head, b, h, m, start, queries, keys = _place(item_s, tiles, places, sq, sk, PACKED)
     _store(
         dq_ptr, out, tiles, item_s, places, sq, sk, stride_dqb, stride_dqs, stride_dqh,
@@ -518,33 +501,32 @@ def query_kernel(
     stride_qs, stride_gs, stride_dqb, stride_dqs, stride_dqh, stride_lb, stride_lh,
     sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads, unit, scale,
     D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, BN: gl.constexpr,
-    K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
+    K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
     PACKED: gl.constexpr, MASKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr,
     TURNS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     # A ragged descriptor's tile has two dimensions more.
     COLUMNS: gl.constexpr = q_desc.block_type.shape[-1]
-    V_COLUMNS: gl.constexpr = v_desc.block_type.shape[-1]
     PARTS: gl.constexpr = D // COLUMNS
-    V_PARTS: gl.constexpr = DV // V_COLUMNS
     Q_BYTES: gl.constexpr = "512" if D == 256 else "384"
     DO_BYTES: gl.constexpr = "512" if DV == 256 else "256"
     tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
-    v_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, V_COLUMNS], dtype)
-    q_s = gl.allocate_shared_memory(dtype, [2 * PARTS, 64, COLUMNS], tile_l)
-    do_s = gl.allocate_shared_memory(dtype, [2 * V_PARTS, 64, V_COLUMNS], v_l)
+    v_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DV], dtype)
+    q_s = gl.allocate_shared_memory(dtype, [2 * Q_SLOTS * PARTS, 64, COLUMNS], tile_l)
+    do_s = gl.allocate_shared_memory(dtype, [2, 64, DV], v_l)
     k_s = gl.allocate_shared_memory(dtype, [K_SLOTS * PARTS, BN, COLUMNS], tile_l)
-    v_s = gl.allocate_shared_memory(dtype, [V_SLOTS, BN, V_COLUMNS], v_l)
+    v_s = gl.allocate_shared_memory(dtype, [V_SLOTS, BN, DV], v_l)
     item_s = gl.allocate_shared_memory(
         gl.int32, [ITEMS * ITEM, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [K_SLOTS, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(do_full, count=1)
+    mbarrier.init(do_full.index(0), count=1)
+    for i in gl.static_range(Q_SLOTS):
+        mbarrier.init(q_full.index(i), count=1)
     for i in gl.static_range(K_SLOTS):
         mbarrier.init(k_full.index(i), count=1)
     for i in gl.static_range(V_SLOTS):
@@ -558,7 +540,7 @@ def query_kernel(
                 q_full, do_full, k_full, v_full,
                 sq, sk, left, right, key_blocks, stride_lb, stride_lh,
                 stride_dqb, stride_dqs, stride_dqh, unit, scale,
-                0, BN, K_SLOTS, V_SLOTS, PARTS, V_PARTS, BAND, PACKED, MASKED, DO_IN_REGISTERS,
+                0, BN, K_SLOTS, V_SLOTS, Q_SLOTS, PARTS, BAND, PACKED, MASKED, DO_IN_REGISTERS,
                 TURNS,
             )),
             (_consumer, (
@@ -566,7 +548,7 @@ def query_kernel(
                 q_full, do_full, k_full, v_full,
                 sq, sk, left, right, key_blocks, stride_lb, stride_lh,
                 stride_dqb, stride_dqs, stride_dqh, unit, scale,
-                1, BN, K_SLOTS, V_SLOTS, PARTS, V_PARTS, BAND, PACKED, MASKED, DO_IN_REGISTERS,
+                1, BN, K_SLOTS, V_SLOTS, Q_SLOTS, PARTS, BAND, PACKED, MASKED, DO_IN_REGISTERS,
                 TURNS,
             )),
             (_producer, (
@@ -575,7 +557,7 @@ def query_kernel(
                 sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
                 stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh,
                 stride_vb, stride_vh,
-                GROUP, BN, K_SLOTS, V_SLOTS, PARTS, V_PARTS, CAUSAL, BAND, PACKED,
+                GROUP, BN, K_SLOTS, V_SLOTS, Q_SLOTS, PARTS, CAUSAL, BAND, PACKED,
                 DO_IN_REGISTERS, AHEAD, Q_BYTES, DO_BYTES,
             )),
         ],

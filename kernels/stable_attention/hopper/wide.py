@@ -23,16 +23,15 @@ class QueryTile(NamedTuple):
     """Of q and k in a tile of shared memory."""
     k_slots: int
     v_slots: int
-    """Each of a part of V's columns."""
-    v_columns: int = 128
+    q_slots: int = 1
     do_in_registers: bool = False
     turns: int = 0
     ahead: bool = True
 
 
 QUERY_TILES = {
-    (192, 128): QueryTile(64, 3, 3, do_in_registers=True, turns=1),
-    (256, 256): QueryTile(256, 2, 1, 256),
+    (192, 128): QueryTile(64, 2, 3, q_slots=2, do_in_registers=True, turns=1),
+    (256, 256): QueryTile(256, 2, 1),
 }
 """(head dim of q and k, of v) -> tile."""
 BLOCK = 64
@@ -61,8 +60,8 @@ def query_arguments(
     limited = reach(problem)[1] != FAR
     heads = plan.entries * problem.heads
     positional = (
-        q, dout, tiled(q, layout, 64, tile.columns), tiled(dout, layout, 64, tile.v_columns),
-        tiled(k, layout, BLOCK, tile.columns), tiled(v, layout, BLOCK, tile.v_columns),
+        q, dout, tiled(q, layout, 64, tile.columns), tiled(dout, layout, 64),
+        tiled(k, layout, BLOCK, tile.columns), tiled(v, layout, BLOCK),
         dq, lse, delta, counter, places,
         *(s for x in (q, dout, k, v) for s in steps(x, layout)),
         strides(q, layout)[1], strides(dout, layout)[1], *strides(dq, layout),
@@ -74,6 +73,7 @@ def query_arguments(
     named: dict[str, object] = {
         "D": d, "DV": dv, "BN": BLOCK, "GROUP": problem.group,
         "K_SLOTS": tile.k_slots, "V_SLOTS": tile.v_slots,
+        "Q_SLOTS": tile.q_slots,
         # The longest items first.
         "CAUSAL": limited, "BAND": masked["BAND"], "PACKED": masked["PACKED"],
         "MASKED": masked["BAND"] or problem.sk % BLOCK != 0,
