@@ -149,14 +149,39 @@ def warp_sync(x):
     )  # fmt: skip
 
 
+@gluon.jit
+def prefetch(place, rows_left, stride, ROWS: gl.constexpr, BYTES: gl.constexpr):
+    """Have so many rows in L2, ``stride`` bytes apart, of which that many are there; one warp."""
+    rows = gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], "
+        + BYTES + "; mov.u32 $0, 0; }",
+        "=r,l,r", [place.to(gl.int64) + rows.to(gl.int64) * stride, rows_left - rows],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def uniform(x):
+    """x, the same in all lanes, as a number of which ptxas knows that."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    y = gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, 0xffffffff;",
+        "=r,r", [gl.full([1], x, gl.int32, one)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return gl.max(y, 0)
+
+
 __all__ = [
     "advance",
     "arrive_if",
     "arrive_named",
     "next_item",
     "pass_turn",
+    "prefetch",
     "sync_named",
     "tma_add",
+    "uniform",
     "wait_for_turn",
     "warp_sync",
 ]

@@ -38,6 +38,18 @@ everyone, in time that it has."""
 
 
 @gluon.jit
+def announce(item_s, place, head, t, b, h):
+    """Leave the numbers of an item (`ITEM`) at a place of the ring, for all lanes to see."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    told = place * ITEM
+    item_s.index(told).store(gl.full([1], head, gl.int32, one))
+    item_s.index(told + 1).store(gl.full([1], t, gl.int32, one))
+    item_s.index(told + 2).store(gl.full([1], b, gl.int32, one))
+    item_s.index(told + 3).store(gl.full([1], h, gl.int32, one))
+    warp_sync(told)
+
+
+@gluon.jit
 def forward_producer(
     q_desc, k_desc, v_desc, counter, places, q_s, k_s, v_s, item_s, q_full, k_full, v_full,
     sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
@@ -45,7 +57,6 @@ def forward_producer(
     GROUP: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     PARTS: gl.constexpr = k_s.shape[0] // SLOTS
     SLOT_OF_V: gl.constexpr = SLOT_OF_K + SLOTS
     BUFFER_OF_Q: gl.constexpr = SLOT_OF_V + SLOTS
@@ -68,12 +79,8 @@ def forward_producer(
         t, head = item_at(item, query_tiles, head_block, CAUSAL or BAND)
         b = head // heads
         h = head % heads
-        told = (tiles & (ITEMS // Q_SLOTS - 1)) * ITEM
-        item_s.index(told).store(gl.full([1], gl.where(running, head, -1), gl.int32, one))
-        item_s.index(told + 1).store(gl.full([1], t, gl.int32, one))
-        item_s.index(told + 2).store(gl.full([1], b, gl.int32, one))
-        item_s.index(told + 3).store(gl.full([1], h, gl.int32, one))
-        warp_sync(item)
+        place = tiles & (ITEMS // Q_SLOTS - 1)
+        announce(item_s, place, gl.where(running, head, -1), t, b, h)
         tiles += 1
         if running:
             m, start_q, queries, start_k, keys = place_of(places, t, sq, sk, PACKED)
@@ -197,4 +204,13 @@ def backward_producer(
             item = next_item(counter, -1)
 
 
-__all__ = ["ALL", "ITEM", "ITEMS", "PAIR", "SLOT_OF_K", "backward_producer", "forward_producer"]
+__all__ = [
+    "ALL",
+    "ITEM",
+    "ITEMS",
+    "PAIR",
+    "SLOT_OF_K",
+    "announce",
+    "backward_producer",
+    "forward_producer",
+]

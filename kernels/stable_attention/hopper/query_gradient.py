@@ -1,6 +1,6 @@
 """dQ alone on sm_90, for head dims whose backward pass `backward` has no room for.
 
-Shape legend: as in `forward`; dO is [queries, DV] as O is. shift and delta are of rows of S, float32.
+Shape legend: as in `forward`; dO is [queries, DV] as O is. shift and delta are of rows, float32.
 
 The roles of `forward`: a producer, and two consumers with 64 queries of a tile each. Q and dO of a
 tile stay in shared memory while blocks of K and V pass, the last block first. dQ of a block is
@@ -8,7 +8,7 @@ issued together with S and dP of the next one, so P is made while products run. 
 S, dP and the rounded dS, which is a left side.
 
 Blocks that a consumer's queries do not see, at the diagonal and at the edges of windows, it passes
-over. dQ is owned by one consumer and added up in the order of the blocks: repeats are bitwise equal.
+over. dQ is owned by one consumer and added up in the order of blocks: repeats are bitwise equal.
 """
 
 from triton.experimental import gluon
@@ -25,12 +25,13 @@ from stable_attention.hopper.barriers import (
     arrive_if,
     arrive_named,
     next_item,
+    prefetch,
     sync_named,
-    warp_sync,
+    uniform,
 )
 from stable_attention.hopper.consumer import TURN, announced, operand, scores
-from stable_attention.hopper.producer import ALL, ITEM, ITEMS, SLOT_OF_K
-from stable_attention.hopper.softmax import hidden_outside, pinned
+from stable_attention.hopper.producer import ALL, ITEM, ITEMS, SLOT_OF_K, announce
+from stable_attention.hopper.softmax import hidden_outside, rounded_pairs, store_pairs
 from stable_attention.hopper.tiles import (
     TILE,
     at_edge,
@@ -63,29 +64,37 @@ def _load_queries(
 
 
 @gluon.jit
-def _prefetch(ptr, column, row, start, length, stride, WIDTH: gl.constexpr):
-    """Have a tile of 128 rows in L2, of a sequence of ``length`` tokens; one warp."""
-    rows = row + gl.arange(0, TILE, gl.BlockedLayout([TILE // 32], [32], [1], [0]))
-    here = (ptr + column).to(gl.int64) + (start + rows).to(gl.int64) * stride * 2
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.s32 p, $2, $3; @p cp.async.bulk.prefetch.L2.global [$1], "
-        + WIDTH + "; mov.u32 $0, 0; }",
-        "=r,l,r,r", [here, rows, length + 0 * rows], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def _prefetch_queries(
+    q_ptr, do_ptr, item, places, query_tiles, head_block, heads, sq, sk,
+    stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
+    Q_BYTES: gl.constexpr, DO_BYTES: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Have an item's tiles of Q and dO in L2 when their places in shared memory get free: all
+    programs change tiles at about one time."""
+    t, head = item_at(item, query_tiles, head_block, CAUSAL)
+    b = head // heads
+    h = head % heads
+    m, start, queries, _, _ = place_of(places, t, sq, sk, PACKED)
+    left = queries - m * TILE
+    token = (start + m * TILE).to(gl.int64)
+    q_ptr += token * stride_qs + b * stride_qb + h * stride_qh
+    do_ptr += token * stride_gs + b * stride_gb + h * stride_gh
+    prefetch(q_ptr, left, stride_qs * 2, TILE, Q_BYTES)
+    prefetch(do_ptr, left, stride_gs * 2, TILE, DO_BYTES)
 
 
 @gluon.jit
 def _producer(
-    q_ptr, do_ptr, stride_qs, stride_gs, q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
+    q_ptr, do_ptr, stride_qs, stride_gs,
+    q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
     q_full, do_full, k_full, v_full,
     sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
     stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh, stride_vb, stride_vh,
-    GROUP: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
-    PARTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
+    GROUP: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
+    Q_SLOTS: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
     PACKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
     Q_BYTES: gl.constexpr, DO_BYTES: gl.constexpr,
 ):  # fmt: skip
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     SLOT_OF_V: gl.constexpr = SLOT_OF_K + K_SLOTS
     BUFFER_OF_Q: gl.constexpr = SLOT_OF_V + V_SLOTS
     k = 0
@@ -102,18 +111,11 @@ def _producer(
         t, head = item_at(item, query_tiles, head_block, CAUSAL)
         b = head // heads
         h = head % heads
-        told = (tiles & (ITEMS - 1)) * ITEM
-        item_s.index(told).store(gl.full([1], gl.where(running, head, -1), gl.int32, one))
-        item_s.index(told + 1).store(gl.full([1], t, gl.int32, one))
-        item_s.index(told + 2).store(gl.full([1], b, gl.int32, one))
-        item_s.index(told + 3).store(gl.full([1], h, gl.int32, one))
-        warp_sync(item)
+        announce(item_s, tiles & (ITEMS - 1), gl.where(running, head, -1), t, b, h)
         if running:
             m, start_q, queries, start_k, keys = place_of(places, t, sq, sk, PACKED)
             hk = h // GROUP
-            last, blocks = key_blocks_of(
-                m, key_blocks, queries, keys, left, right, BN, False, BAND
-            )
+            last, blocks = key_blocks_of(m, key_blocks, queries, keys, left, right, BN, False, BAND)
             q_column = b * stride_qb + h * stride_qh
             do_column = b * stride_gb + h * stride_gh
             if DO_IN_REGISTERS:
@@ -139,19 +141,14 @@ def _producer(
                 k = gl.where(k + 1 == K_SLOTS, 0, k + 1)
                 copied += 1
                 if AHEAD and i == gl.minimum(1, blocks - 1):
-                    # Tiles of Q and dO have no second place: what some program is to take next
-                    # is in L2 by then.
+                    # What some program is to take next.
                     other = item + gl.num_programs(0)
                     if other < items:
-                        t, head = item_at(other, query_tiles, head_block, CAUSAL)
-                        b = head // heads
-                        h = head % heads
-                        tile, start, length, _, _ = place_of(places, t, sq, sk, PACKED)
-                        row = tile * TILE
-                        column = b * stride_qb + h * stride_qh
-                        _prefetch(q_ptr, column, row, start, length, stride_qs, Q_BYTES)
-                        column = b * stride_gb + h * stride_gh
-                        _prefetch(do_ptr, column, row, start, length, stride_gs, DO_BYTES)
+                        _prefetch_queries(
+                            q_ptr, do_ptr, other, places, query_tiles, head_block, heads, sq, sk,
+                            stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
+                            Q_BYTES, DO_BYTES, CAUSAL, PACKED,
+                        )  # fmt: skip
                 if i == 0 and not DO_IN_REGISTERS:
                     _load_queries(
                         do_desc, m, do_column, start_q, queries, do_full, do_s, tiles,
@@ -176,33 +173,22 @@ def _producer(
 
 
 @gluon.jit
-def _uniform(x):
-    """x, the same in all lanes, as a number of which ptxas knows that."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    y = gl.inline_asm_elementwise(
-        "redux.sync.max.s32 $0, $1, 0xffffffff;",
-        "=r,r", [gl.full([1], x, gl.int32, one)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    return gl.max(y, 0)
-
-
-@gluon.jit
 def _place(item_s, tiles, places, sq, sk, PACKED: gl.constexpr):
     """(head counted over the batch or -1, batch entry, head, tile within its sequence, first query
     token, queries, keys) of an item."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     head, t, b, h = announced(item_s, tiles, 1, one)
-    head = _uniform(head)
-    t = _uniform(t)
+    head = uniform(head)
+    t = uniform(t)
     if PACKED:
         t = gl.where(head >= 0, t, 0)
     m, start, queries, _, keys = place_of(places, t, sq, sk, PACKED)
     if PACKED:
-        m = _uniform(m)
-        start = _uniform(start)
-        queries = _uniform(queries)
-        keys = _uniform(keys)
-    return head, _uniform(b), _uniform(h), m, start, queries, keys
+        m = uniform(m)
+        start = uniform(start)
+        queries = uniform(queries)
+        keys = uniform(keys)
+    return head, uniform(b), uniform(h), m, start, queries, keys
 
 
 @gluon.jit
@@ -248,79 +234,12 @@ def _await_keys(pending: gl.constexpr, dq, s, dp, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _probabilities(
-    s, shift, unit, right, left, end, past, BN: gl.constexpr, MASKED: gl.constexpr
-):
+def _probabilities(s, shift, unit, right, left, end, past, BN: gl.constexpr, MASKED: gl.constexpr):
     """P [64, BN] float32 of the block that is ``past`` keys before the one of `limits_of`."""
-    if MASKED:
+    if MASKED:  # noqa: SIM102
         if at_edge(right + past, left + past, end + past, BN):
             s = hidden_outside(s, right + past, left + past, end + past)
     return gl.exp2(s * unit - gl.expand_dims(shift, 1))
-
-
-@gluon.jit
-def _rounded(x, scale, DTYPE: gl.constexpr):
-    """x [64, N] scaled and rounded, two neighbours in an int32 [64, N / 2]."""
-    a, b = gl.split(gl.reshape(x * scale, [x.shape[0], x.shape[1] // 2, 2]))
-    KIND: gl.constexpr = "bf16x2" if DTYPE == gl.bfloat16 else "f16x2"
-    return gl.inline_asm_elementwise(
-        "cvt.rn." + KIND + ".f32 $0, $2, $1;",
-        "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _store_part(place, out, rows_left, stride):
-    """Pairs [64, N] int32, of every four of which a lane has one, with rows ``stride`` apart.
-
-    Four lanes first transpose what they have of four times four pairs: each then has 16 bytes.
-    """
-    N: gl.constexpr = out.shape[1]
-    x = gl.permute(gl.reshape(out, [64, N // 16, 2, 2, 4]), (0, 1, 4, 2, 3))
-    even, odd = gl.split(x)
-    a, c = gl.split(even)
-    b, d = gl.split(odd)
-    # [64, N / 16, 4]: row, four fours, the lane's own four of them.
-    like: gl.constexpr = a.type.layout
-    rows = pinned(gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, like))))
-    rows = gl.expand_dims(gl.expand_dims(rows, 1), 2)
-    lanes = pinned(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, like))))
-    lanes = gl.expand_dims(gl.expand_dims(lanes, 0), 1)
-    groups = gl.arange(0, N // 16, gl.SliceLayout(0, gl.SliceLayout(2, like)))
-    groups = gl.expand_dims(gl.expand_dims(groups, 0), 2)
-    here = place.to(gl.int64) + rows.to(gl.int64) * stride + lanes * 16 + groups * 64
-    left = rows_left - rows + groups * 0 + lanes * 0
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred p, q;
-        .reg .b32 t, s, u, x0, x1, y0, y1;
-        mov.u32 t, %laneid;
-        and.b32 s, t, 1;
-        setp.eq.u32 p, s, 0;
-        and.b32 s, t, 2;
-        setp.eq.u32 q, s, 0;
-        selp.b32 s, $4, $3, p;
-        selp.b32 u, $6, $5, p;
-        shfl.sync.bfly.b32 s, s, 1, 0x1f, 0xffffffff;
-        shfl.sync.bfly.b32 u, u, 1, 0x1f, 0xffffffff;
-        selp.b32 x0, $3, s, p;
-        selp.b32 x1, s, $4, p;
-        selp.b32 y0, $5, u, p;
-        selp.b32 y1, u, $6, p;
-        selp.b32 s, y0, x0, q;
-        selp.b32 u, y1, x1, q;
-        shfl.sync.bfly.b32 s, s, 2, 0x1f, 0xffffffff;
-        shfl.sync.bfly.b32 u, u, 2, 0x1f, 0xffffffff;
-        selp.b32 x0, x0, s, q;
-        selp.b32 x1, x1, u, q;
-        selp.b32 y0, s, y0, q;
-        selp.b32 y1, u, y1, q;
-        setp.gt.s32 p, $2, 0;
-        @p st.global.v4.b32 [$1], {x0, x1, y0, y1};
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r,r,r,r,r", [here, left, a, b, c, d], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -330,15 +249,13 @@ def _store(
 ):  # fmt: skip
     """dQ of the item before number ``tiles``, if there is one."""
     N: gl.constexpr = out[0].shape[1]
-    _, b, h, m, start, queries, _ = _place(
-        item_s, gl.maximum(tiles - 1, 0), places, sq, sk, PACKED
-    )
+    _, b, h, m, start, queries, _ = _place(item_s, gl.maximum(tiles - 1, 0), places, sq, sk, PACKED)
     row = m * TILE + W * 64
     here = dq_ptr + b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h
     here += (start + row).to(gl.int64) * stride_s
     left = gl.where(tiles > 0, queries - row, 0)
     for part in gl.static_range(PARTS):
-        _store_part(here + part * N * 2, out[part], left, stride_s.to(gl.int64) * 2)
+        store_pairs(here + part * N * 2, out[part], left, stride_s.to(gl.int64) * 2)
 
 
 @gluon.jit
@@ -347,8 +264,8 @@ def _consumer(
     q_full, do_full, k_full, v_full,
     sq, sk, left, right, key_blocks, stride_lb, stride_lh,
     stride_dqb, stride_dqs, stride_dqh, unit, scale,
-    W: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr,
-    PARTS: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr,
+    W: gl.constexpr, BN: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
+    Q_SLOTS: gl.constexpr, PARTS: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr,
     MASKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     DQ: gl.constexpr = k_s.shape[2]
@@ -373,7 +290,7 @@ def _consumer(
     tiles = 0
     if TURNS and W == 1:
         arrive_named(TURN, "256")
-    out = _rounded(zero_dq, 0.0, dtype)
+    out = rounded_pairs(zero_dq, 0.0, dtype)
     out = (out,) if PARTS == 1 else (out, out, out)
     mbarrier.wait(q_full.index(0), 0)
     head, b, h, m, start, queries, keys = _place(item_s, 0, places, sq, sk, PACKED)
@@ -394,7 +311,7 @@ def _consumer(
             k, k_parity, v, v_parity = _pass_over(
                 last - own, k, k_parity, v, v_parity, k_full, v_full, W, K_SLOTS, V_SLOTS,
                 TURNS,
-            )
+            )  # fmt: skip
         to_right, to_left, end = limits_of(m, own, queries, keys, left, right, W, BN)
         rows = m * TILE + W * 64 + gl.arange(0, 64, RS)
         place = b.to(gl.int64) * stride_lb + h.to(gl.int64) * stride_lh + start
@@ -405,7 +322,7 @@ def _consumer(
         mbarrier.wait(k_full.index(k), k_parity)
         slot = tiles & (Q_SLOTS - 1)
         # Opaque, so that descriptors of Q and dO are not kept in registers.
-        w = _uniform(W)
+        w = uniform(W)
         w_q = slot * 2 + w
         s_made = scores(q_s.index(w_q * PARTS), q_s, w_q, k_s, k, zero_s, PARTS)
         _store(
@@ -435,7 +352,7 @@ def _consumer(
             dq = _add_keys(dq, ds, k_s, before, i > 1, PARTS)
             if TURNS == 1:
                 arrive_named(TURN + 1 - W, "256")
-            w = _uniform(W)
+            w = uniform(W)
             w_q = (tiles & (Q_SLOTS - 1)) * 2 + w
             mbarrier.wait(k_full.index(k), k_parity)
             s_begun = scores(q_s.index(w_q * PARTS), q_s, w_q, k_s, k, zero_s, PARTS)
@@ -468,17 +385,21 @@ def _consumer(
             arrive_named(TURN + 1 - W, "256")
         if PARTS == 1:
             a = warpgroup_mma_wait(0, deps=(dq[0],))
-            out = (_rounded(a, scale, dtype),)
+            out = (rounded_pairs(a, scale, dtype),)
         else:
             a, bb, c = warpgroup_mma_wait(0, deps=(dq[0], dq[1], dq[2]))
-            out = (_rounded(a, scale, dtype), _rounded(bb, scale, dtype), _rounded(c, scale, dtype))
+            out = (
+                rounded_pairs(a, scale, dtype),
+                rounded_pairs(bb, scale, dtype),
+                rounded_pairs(c, scale, dtype),
+            )
         arrive_named(SLOT_OF_K + k, ALL)
         k, k_parity = advance(k, k_parity, K_SLOTS)
         if BAND:
             k, k_parity, v, v_parity = _pass_over(
                 after, k, k_parity, v, v_parity, k_full, v_full, W, K_SLOTS, V_SLOTS,
                 TURNS,
-            )
+            )  # fmt: skip
         tiles += 1
         slot = tiles & (Q_SLOTS - 1)
         mbarrier.wait(q_full.index(slot), (tiles >> (Q_SLOTS - 1)) & 1)
@@ -492,7 +413,8 @@ def _consumer(
 @gluon.jit(
     do_not_specialize=[
         "sq", "sk", "left", "right", "query_tiles", "key_blocks", "head_block", "all_heads",
-        "heads", "stride_lb", "stride_lh",
+        "heads", "stride_lb", "stride_lh", "stride_qs", "stride_gs", "stride_dqb", "stride_dqs",
+        "stride_dqh",
     ]
 )  # fmt: skip
 def query_kernel(
@@ -501,8 +423,8 @@ def query_kernel(
     stride_qs, stride_gs, stride_dqb, stride_dqs, stride_dqh, stride_lb, stride_lh,
     sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads, unit, scale,
     D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, BN: gl.constexpr,
-    K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
-    PACKED: gl.constexpr, MASKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr,
+    K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, Q_SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    BAND: gl.constexpr, PACKED: gl.constexpr, MASKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr,
     TURNS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -552,7 +474,8 @@ def query_kernel(
                 TURNS,
             )),
             (_producer, (
-                q_ptr, do_ptr, stride_qs, stride_gs, q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
+                q_ptr, do_ptr, stride_qs, stride_gs,
+                q_desc, do_desc, k_desc, v_desc, counter, places, q_s, do_s, k_s, v_s, item_s,
                 q_full, do_full, k_full, v_full,
                 sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads,
                 stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh,

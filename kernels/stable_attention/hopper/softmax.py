@@ -291,6 +291,71 @@ def store_rows(
             store_tile(low_desc, row, column, start, length, low_s, PACKED)
 
 
+@gluon.jit
+def rounded_pairs(x, scale, DTYPE: gl.constexpr):
+    """x [64, N] scaled and rounded, two neighbours in an int32 [64, N / 2]."""
+    a, b = gl.split(gl.reshape(x * scale, [x.shape[0], x.shape[1] // 2, 2]))
+    KIND: gl.constexpr = "bf16x2" if DTYPE == gl.bfloat16 else "f16x2"  # noqa: SIM300
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + KIND + ".f32 $0, $2, $1;",
+        "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_pairs(place, out, rows_left, stride):
+    """Pairs [64, N] int32, of every four of which a lane has one, with rows ``stride`` apart.
+
+    Four lanes first transpose what they have of four times four pairs: each then has 16 bytes.
+    """
+    N: gl.constexpr = out.shape[1]
+    x = gl.permute(gl.reshape(out, [64, N // 16, 2, 2, 4]), (0, 1, 4, 2, 3))
+    even, odd = gl.split(x)
+    a, c = gl.split(even)
+    b, d = gl.split(odd)
+    # [64, N / 16, 4]: row, four fours, the lane's own four of them.
+    like: gl.constexpr = a.type.layout
+    rows = pinned(gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, like))))
+    rows = gl.expand_dims(gl.expand_dims(rows, 1), 2)
+    lanes = pinned(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, like))))
+    lanes = gl.expand_dims(gl.expand_dims(lanes, 0), 1)
+    groups = gl.arange(0, N // 16, gl.SliceLayout(0, gl.SliceLayout(2, like)))
+    groups = gl.expand_dims(gl.expand_dims(groups, 0), 2)
+    here = place.to(gl.int64) + rows.to(gl.int64) * stride + lanes * 16 + groups * 64
+    left = rows_left - rows + groups * 0 + lanes * 0
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p, q;
+        .reg .b32 t, s, u, x0, x1, y0, y1;
+        mov.u32 t, %laneid;
+        and.b32 s, t, 1;
+        setp.eq.u32 p, s, 0;
+        and.b32 s, t, 2;
+        setp.eq.u32 q, s, 0;
+        selp.b32 s, $4, $3, p;
+        selp.b32 u, $6, $5, p;
+        shfl.sync.bfly.b32 s, s, 1, 0x1f, 0xffffffff;
+        shfl.sync.bfly.b32 u, u, 1, 0x1f, 0xffffffff;
+        selp.b32 x0, $3, s, p;
+        selp.b32 x1, s, $4, p;
+        selp.b32 y0, $5, u, p;
+        selp.b32 y1, u, $6, p;
+        selp.b32 s, y0, x0, q;
+        selp.b32 u, y1, x1, q;
+        shfl.sync.bfly.b32 s, s, 2, 0x1f, 0xffffffff;
+        shfl.sync.bfly.b32 u, u, 2, 0x1f, 0xffffffff;
+        selp.b32 x0, x0, s, q;
+        selp.b32 x1, x1, u, q;
+        selp.b32 y0, s, y0, q;
+        selp.b32 y1, u, y1, q;
+        setp.gt.s32 p, $2, 0;
+        @p st.global.v4.b32 [$1], {x0, x1, y0, y1};
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r,r,r,r", [here, left, a, b, c, d], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 __all__ = [
     "LANES",
     "NOTHING",
@@ -307,8 +372,10 @@ __all__ = [
     "opaque_zeros",
     "pinned",
     "put_away",
+    "rounded_pairs",
     "softened",
     "split",
+    "store_pairs",
     "store_rows",
     "whole",
 ]
