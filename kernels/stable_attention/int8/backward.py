@@ -11,8 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stable_attention.int8 import bundles as int8_bundles
 from stable_attention.int8.forward import NO_SPECIALIZE, block_bias
 from stable_attention.int8.quantise import first_block, inverse_of, load_block, nearest
+from stable_attention.triton import bundles
 from stable_attention.triton.geometry import (
     edge_tile,
     hide,
@@ -35,40 +37,35 @@ def _largest(x, ROW: tl.constexpr):
 
 
 @triton.jit
-def _dq_step(
-    dq, pk, excess, error, q8, do, unit_q, mu, unit, lse, delta, bad,
-    k_ptr, kt_ptr, v_ptr, k_scale, off_k, off_v, stride_vs, n, m0, sk, shift, left, right,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SMOOTH_Q: tl.constexpr,
-    ROW: tl.constexpr, PROJECT: tl.constexpr,
-):  # fmt: skip
+def _dq_step(dq, pk, excess, error, queries, keys, n, mask, MASKED: tl.constexpr, T: tl.constexpr):
     """Add the key tile that starts at n."""
-    k8 = load_tile(k_ptr, off_k, n, D, sk, BN, D, D, MASKED)
-    scale_k = tl.load(k_scale + n)
-    s = tl.dot(q8, tl.trans(k8), out_dtype=tl.int32).to(tl.float32) * (unit_q * scale_k)[:, None]
-    if SMOOTH_Q:
-        s += (block_bias(k8, mu) * (scale_k * unit))[None, :]
-    p = tl.exp2(s - lse[:, None])
+    k8 = load_tile(keys.k_ptr, keys.off_k, n, T.D, mask.length, T.BN, T.D, T.D, MASKED)
+    scale_k = tl.load(keys.k_scale + n)
+    s = tl.dot(queries.codes, tl.trans(k8), out_dtype=tl.int32).to(tl.float32)
+    s = s * (queries.unit_q * scale_k)[:, None]
+    if T.SMOOTH_Q:
+        s += (block_bias(k8, queries.mu) * (scale_k * queries.unit))[None, :]
+    p = tl.exp2(s - queries.lse[:, None])
     if MASKED:
-        rows = m0 + tl.arange(0, BM)
-        cols = n + tl.arange(0, BN)
-        p = hide(p, rows[:, None], cols[None, :], sk, shift, left, right, HAS_LEFT, HAS_RIGHT, 0.0)
-    v = load_tile(v_ptr, off_v, n, stride_vs, sk, BN, D, D, MASKED)
+        rows = mask.first + tl.arange(0, T.BM)
+        cols = n + tl.arange(0, T.BN)
+        p = hide(p, rows[:, None], cols[None, :], mask, 0.0, T)
+    v = load_tile(keys.v_ptr, keys.off_v, n, keys.stride_v, mask.length, T.BN, T.D, T.D, MASKED)
     # [BM, D] @ [D, BN]
-    dp = tl.dot(do, tl.trans(v))
-    ds = p * (dp - delta[:, None])
+    dp = tl.dot(queries.do, tl.trans(v))
+    ds = p * (dp - queries.delta[:, None])
     # No clamp: |dS| * (127 / largest) exceeds 127 by its own rounding at most.
-    up, down = inverse_of(_largest(ds, ROW) + bad)
+    up, down = inverse_of(_largest(ds, T.ROW) + queries.bad)
     ds8 = nearest(ds * up[:, None])
     # [BM, BN] @ [BN, D], exact within the tile
-    turned = load_block(kt_ptr, n // BN, BN, D)
+    turned = load_block(keys.turned_ptr, n // T.BN, T.BN, T.D)
     part = tl.dot(ds8, turned, out_dtype=tl.int32).to(tl.float32)
     dq += part * (down * scale_k)[:, None]
-    if PROJECT:
+    if T.PROJECT:
         excess += tl.sum(ds8.to(tl.int32), 1).to(tl.float32) * down
         error += tl.sum(ds, 1)
         # INT8 codes are exact in 16 bits.
-        pk = tl.dot((p * scale_k).to(do.dtype), k8.to(do.dtype), pk)
+        pk = tl.dot((p * scale_k).to(queries.do.dtype), k8.to(queries.do.dtype), pk)
     return dq, pk, excess, error
 
 
@@ -122,21 +119,24 @@ def dq_kernel(
     lo, full_lo, full_hi, hi = key_range(
         m0, sq, sk, shift, left, right, BM, BN, HAS_LEFT, HAS_RIGHT
     )
+    T: tl.constexpr = int8_bundles.Traits(
+        BM, BN, D, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROW=ROW, PROJECT=PROJECT
+    )
+    queries = int8_bundles.DqQueries(q8, do, unit_q, mu, unit, lse, delta, bad)
+    mask = bundles.Mask(m0, sk, shift, left, right)
     if HAS_LEFT or HAS_RIGHT or not EVEN:
         for t in range(0, (full_lo - lo + hi - full_hi) // BN):
-            dq, pk, excess, error = _dq_step(
-                dq, pk, excess, error, q8, do, unit_q, mu, unit, lse, delta, bad,
-                k8_ptr + row_k * D, kt_ptr, v_ptr, sk_ptr + row_k, off_k, off_v, stride_vs,
-                edge_tile(t, lo, full_lo, full_hi, BN), m0, sk, shift, left, right,
-                BM, BN, D, True, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROW, PROJECT,
-            )  # fmt: skip
+            keys = int8_bundles.DqKeys(
+                k8_ptr + row_k * D, kt_ptr, v_ptr, sk_ptr + row_k, off_k, off_v, stride_vs
+            )
+            n = edge_tile(t, lo, full_lo, full_hi, BN)
+            dq, pk, excess, error = _dq_step(dq, pk, excess, error, queries, keys, n, mask, True, T)
     for t in range(0, (full_hi - full_lo) // BN):
-        dq, pk, excess, error = _dq_step(
-            dq, pk, excess, error, q8, do, unit_q, mu, unit, lse, delta, bad,
-            k8_ptr + row_k * D, kt_ptr, v_ptr, sk_ptr + row_k, off_k, off_v, stride_vs,
-            full_lo + t * BN, m0, sk, shift, left, right,
-            BM, BN, D, False, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROW, PROJECT,
-        )  # fmt: skip
+        keys = int8_bundles.DqKeys(
+            k8_ptr + row_k * D, kt_ptr, v_ptr, sk_ptr + row_k, off_k, off_v, stride_vs
+        )
+        n = full_lo + t * BN
+        dq, pk, excess, error = _dq_step(dq, pk, excess, error, queries, keys, n, mask, False, T)
     if PROJECT:
         # P sums to one: P K is the mean along which an error of delta shows in dQ.
         dq -= excess[:, None] * pk
@@ -146,54 +146,57 @@ def dq_kernel(
 
 
 @triton.jit
-def _dkdv_step(
-    dk, dv, k8, v, scale_k, unit, q_ptr, qt_ptr, do_ptr, dot_ptr, q_scale, do_scale, mu_ptr,
-    lse_ptr, delta_ptr, off_q, off_do, stride_gs, m0, n0, sq, sk, shift, left, right,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SMOOTH_Q: tl.constexpr,
-    ROW: tl.constexpr,
-):  # fmt: skip
+def _dkdv_step(dk, dv, keys, queries, m0, mask, MASKED: tl.constexpr, T: tl.constexpr):
     """Add the query tile that starts at m0. Scores are transposed: [BN, BM]."""
-    rows = m0 + tl.arange(0, BM)
-    ok = rows < sq
-    q8 = load_tile(q_ptr, off_q, m0, D, sq, BM, D, D, MASKED)
+    q_ptr = queries.q_ptr + queries.row * T.D
+    qt_ptr = queries.turned_ptr + queries.block
+    dot_ptr = queries.do_turned_ptr + queries.block
+    q_scale = queries.q_scale + queries.row
+    do_scale = queries.do_scale + queries.row
+    lse_ptr = queries.lse_ptr + queries.row
+    delta_ptr = queries.delta_ptr + queries.row
+    rows = m0 + tl.arange(0, T.BM)
+    ok = rows < mask.length
+    q8 = load_tile(q_ptr, queries.off_q, m0, T.D, mask.length, T.BM, T.D, T.D, MASKED)
     scale_q = tl.load(q_scale + m0)
-    s = tl.dot(k8, tl.trans(q8), out_dtype=tl.int32).to(tl.float32)
-    s = s * (scale_k * (scale_q * unit))[:, None]
-    mu = tl.zeros([D], tl.float32)
-    if SMOOTH_Q:
-        mu = tl.load(mu_ptr + (m0 // BM) * D + tl.arange(0, D))
-        s += (block_bias(k8, mu) * scale_k * unit)[:, None]
+    s = tl.dot(keys.codes, tl.trans(q8), out_dtype=tl.int32).to(tl.float32)
+    s = s * (keys.scale * (scale_q * keys.unit))[:, None]
+    mu = tl.zeros([T.D], tl.float32)
+    if T.SMOOTH_Q:
+        mu = tl.load(queries.mu_ptr + (m0 // T.BM) * T.D + tl.arange(0, T.D))
+        s += (block_bias(keys.codes, mu) * keys.scale * keys.unit)[:, None]
     lse = tl.load(lse_ptr + rows, mask=ok, other=-float("inf"))
     lse = tl.where(lse == -float("inf"), float("inf"), lse)
     p = tl.exp2(s - lse[None, :])
     if MASKED:
-        cols = n0 + tl.arange(0, BN)
+        cols = mask.first + tl.arange(0, T.BN)
         seen = visible_transposed(
-            rows[None, :], cols[:, None], shift, left, right, HAS_LEFT, HAS_RIGHT
+            rows[None, :], cols[:, None], mask.shift, mask.left, mask.right, T.HAS_LEFT, T.HAS_RIGHT
         )
-        if not ROW:
+        if not T.ROW:
             # Keys past the sequence must not decide the scale of a tile.
-            seen = seen & (cols < sk)[:, None]
+            seen = seen & (cols < keys.length)[:, None]
         p = tl.where(seen, p, 0.0)
-    up, down = inverse_of(_largest(p, ROW))
+    up, down = inverse_of(_largest(p, T.ROW))
     p8 = nearest(p * up[:, None])
-    do8 = load_block(dot_ptr, m0 // BM, BM, D)
+    do8 = load_block(dot_ptr, m0 // T.BM, T.BM, T.D)
     # [BN, BM] @ [BM, D], exact within the tile
     part = tl.dot(p8, do8, out_dtype=tl.int32).to(tl.float32)
     dv += part * (down * tl.load(do_scale + m0))[:, None]
-    do = load_tile(do_ptr, off_do, m0, stride_gs, sq, BM, D, D, MASKED)
+    do = load_tile(
+        queries.do_ptr, queries.off_do, m0, queries.stride_do, mask.length, T.BM, T.D, T.D, MASKED
+    )
     delta = tl.load(delta_ptr + rows, mask=ok, other=0.0)
     # [BN, D] @ [D, BM]
-    dp = tl.dot(v, tl.trans(do))
+    dp = tl.dot(keys.v, tl.trans(do))
     ds = p * (dp - delta[None, :])
     # A maximum drops NaN: 0, or NaN where the delta of a row is not finite.
-    up, down = inverse_of(_largest(ds, ROW) + tl.sum(delta - delta, 0))
+    up, down = inverse_of(_largest(ds, T.ROW) + tl.sum(delta - delta, 0))
     ds8 = nearest(ds * up[:, None])
-    turned = load_block(qt_ptr, m0 // BM, BM, D)
+    turned = load_block(qt_ptr, m0 // T.BM, T.BM, T.D)
     part = tl.dot(ds8, turned, out_dtype=tl.int32).to(tl.float32)
     dk += part * (down * scale_q)[:, None]
-    if SMOOTH_Q:
+    if T.SMOOTH_Q:
         dk += (tl.sum(ds8.to(tl.int32), 1).to(tl.float32) * down)[:, None] * mu[None, :]
     return dk, dv
 
@@ -235,28 +238,25 @@ def dkdv_kernel(
     lo, full_lo, full_hi, hi = query_range(
         n0, sq, sk, shift, left, right, BM, BN, HAS_LEFT, HAS_RIGHT
     )
+    T: tl.constexpr = int8_bundles.Traits(BM, BN, D, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROW=ROW)
+    keys = int8_bundles.DkdvKeys(k8, v, scale_k, unit, sk)
+    mask = bundles.Mask(n0, sq, shift, left, right)
     for g in range(0, GROUP):
         h64 = hk64 * GROUP + g
         row_q = b64 * stride_qb + h64 * stride_qh + start_q
         do_h = do_ptr + b64 * stride_gb + h64 * stride_gh + start_q.to(tl.int64) * stride_gs
         turned = (h64 * total + block_q) * (D * BM)
         mu_h = mu_ptr + (b64 * heads + h64) * blocks * D if SMOOTH_Q else mu_ptr
+        queries = int8_bundles.DkdvQueries(
+            q8_ptr, qt_ptr, do_h, dot_ptr, sq_ptr, sdo_ptr, mu_h, lse_ptr, delta_ptr,
+            row_q, turned, off_q, off_do, stride_gs,
+        )  # fmt: skip
         if HAS_LEFT or HAS_RIGHT or not EVEN:
             for t in range(0, (full_lo - lo + hi - full_hi) // BM):
-                dk, dv = _dkdv_step(
-                    dk, dv, k8, v, scale_k, unit, q8_ptr + row_q * D, qt_ptr + turned, do_h,
-                    dot_ptr + turned, sq_ptr + row_q, sdo_ptr + row_q, mu_h, lse_ptr + row_q,
-                    delta_ptr + row_q, off_q, off_do, stride_gs,
-                    edge_tile(t, lo, full_lo, full_hi, BM), n0, sq, sk, shift, left, right,
-                    BM, BN, D, True, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROW,
-                )  # fmt: skip
+                m0 = edge_tile(t, lo, full_lo, full_hi, BM)
+                dk, dv = _dkdv_step(dk, dv, keys, queries, m0, mask, True, T)
         for t in range(0, (full_hi - full_lo) // BM):
-            dk, dv = _dkdv_step(
-                dk, dv, k8, v, scale_k, unit, q8_ptr + row_q * D, qt_ptr + turned, do_h,
-                dot_ptr + turned, sq_ptr + row_q, sdo_ptr + row_q, mu_h, lse_ptr + row_q,
-                delta_ptr + row_q, off_q, off_do, stride_gs, full_lo + t * BM, n0,
-                sq, sk, shift, left, right, BM, BN, D, False, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROW,
-            )  # fmt: skip
+            dk, dv = _dkdv_step(dk, dv, keys, queries, full_lo + t * BM, mask, False, T)
     dk_ptr += b64 * stride_dkb + hk64 * stride_dkh + token_k * stride_dks
     dv_ptr += b64 * stride_dvb + hk64 * stride_dvh + token_k * stride_dvs
     store_tile(dk_ptr, dk * scale, n0, stride_dks, sk, BN, D, D)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stable_attention.int8 import bundles as int8_bundles
 from stable_attention.int8.quantise import LEAST, MAGIC, TOP, first_block, load_block
 from stable_attention.numerics import inverse
+from stable_attention.triton import bundles
 from stable_attention.triton.geometry import edge_tile, hide, key_range, locate, tile_and_head
 from stable_attention.triton.memory import load_tile, store_tile, tile_offsets
 
@@ -29,27 +31,19 @@ def block_bias(k8, mu):
 
 
 @triton.jit
-def _step(
-    acc, m, l, l_rounded, q8, unit_q, mu, unit, k_ptr, v_ptr, k_scale, v_scale, off, n, m0,
-    sk, shift, left, right,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SMOOTH_Q: tl.constexpr,
-    ROUNDED: tl.constexpr,
-):  # fmt: skip
+def _step(acc, m, l, l_rounded, queries, keys, n, mask, MASKED: tl.constexpr, T: tl.constexpr):
     """Fold the key tile that starts at n into (acc, m, l, l_rounded)."""
-    k8 = load_tile(k_ptr, off, n, D, sk, BN, D, D, MASKED)
-    scale_k = tl.load(k_scale + n)
+    k8 = load_tile(keys.k_ptr, keys.offsets, n, T.D, mask.length, T.BN, T.D, T.D, MASKED)
+    scale_k = tl.load(keys.k_scale + n)
     # [BM, D] @ [D, BN], exact
-    s = tl.dot(q8, tl.trans(k8), out_dtype=tl.int32).to(tl.float32) * (unit_q * scale_k)[:, None]
-    if SMOOTH_Q:
-        s += (block_bias(k8, mu) * (scale_k * unit))[None, :]
+    s = tl.dot(queries.codes, tl.trans(k8), out_dtype=tl.int32).to(tl.float32)
+    s = s * (queries.unit_q * scale_k)[:, None]
+    if T.SMOOTH_Q:
+        s += (block_bias(k8, queries.mu) * (scale_k * queries.unit))[None, :]
     if MASKED:
-        rows = m0 + tl.arange(0, BM)
-        cols = n + tl.arange(0, BN)
-        s = hide(
-            s, rows[:, None], cols[None, :], sk, shift, left, right, HAS_LEFT, HAS_RIGHT,
-            -float("inf"),
-        )  # fmt: skip
+        rows = mask.first + tl.arange(0, T.BM)
+        cols = n + tl.arange(0, T.BN)
+        s = hide(s, rows[:, None], cols[None, :], mask, -float("inf"), T)
     tile_max = tl.max(s, 1)
     m_new = tl.maximum(m, tile_max)
     base = tl.where(m_new == -float("inf"), 0.0, m_new)
@@ -64,12 +58,12 @@ def _step(
     p8 = magic.to(tl.int32, bitcast=True).to(tl.int8)
     weight = tl.div_rn(top, TOP)
     l = l * alpha + tl.sum(p, 1)
-    if ROUNDED:
+    if T.ROUNDED:
         l_rounded = l_rounded * alpha + tl.sum(magic - MAGIC, 1) * weight
-    v8 = load_block(v_ptr, n // BN, BN, D)
+    v8 = load_block(keys.v_ptr, n // T.BN, T.BN, T.D)
     # [BM, BN] @ [BN, D], exact within the tile
     part = tl.dot(p8, v8, out_dtype=tl.int32).to(tl.float32)
-    acc = acc * alpha[:, None] + part * (weight * tl.load(v_scale + n))[:, None]
+    acc = acc * alpha[:, None] + part * (weight * tl.load(keys.v_scale + n))[:, None]
     return acc, m_new, l, l_rounded
 
 
@@ -111,21 +105,22 @@ def forward_kernel(
     lo, full_lo, full_hi, hi = key_range(
         m0, sq, sk, shift, left, right, BM, BN, HAS_LEFT, HAS_RIGHT
     )
+    T: tl.constexpr = int8_bundles.Traits(BM, BN, D, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROUNDED)
+    queries = int8_bundles.ForwardQueries(q8, unit_q, mu, unit)
+    mask = bundles.Mask(m0, sk, shift, left, right)
     if HAS_LEFT or HAS_RIGHT or not EVEN:
         for t in range(0, (full_lo - lo + hi - full_hi) // BN):
-            acc, m, l, l_rounded = _step(
-                acc, m, l, l_rounded, q8, unit_q, mu, unit,
-                k8_ptr + row_k * D, v_h, sk_ptr + row_k, sv_ptr + row_k, off,
-                edge_tile(t, lo, full_lo, full_hi, BN), m0, sk, shift, left, right,
-                BM, BN, D, True, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROUNDED,
-            )  # fmt: skip
+            keys = int8_bundles.ForwardKeys(
+                k8_ptr + row_k * D, v_h, sk_ptr + row_k, sv_ptr + row_k, off
+            )
+            n = edge_tile(t, lo, full_lo, full_hi, BN)
+            acc, m, l, l_rounded = _step(acc, m, l, l_rounded, queries, keys, n, mask, True, T)
     for t in range(0, (full_hi - full_lo) // BN):
-        acc, m, l, l_rounded = _step(
-            acc, m, l, l_rounded, q8, unit_q, mu, unit,
-            k8_ptr + row_k * D, v_h, sk_ptr + row_k, sv_ptr + row_k, off,
-            full_lo + t * BN, m0, sk, shift, left, right,
-            BM, BN, D, False, HAS_LEFT, HAS_RIGHT, SMOOTH_Q, ROUNDED,
-        )  # fmt: skip
+        keys = int8_bundles.ForwardKeys(
+            k8_ptr + row_k * D, v_h, sk_ptr + row_k, sv_ptr + row_k, off
+        )
+        n = full_lo + t * BN
+        acc, m, l, l_rounded = _step(acc, m, l, l_rounded, queries, keys, n, mask, False, T)
     tl.store(
         lse_ptr + row_q + rows,
         tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), -float("inf")),

@@ -98,9 +98,9 @@ def _weights(
     cols = (n + tl.arange(0, T.BN))[None, :]
     if MASKED == AT_EDGE:
         if edge:
-            s = _hidden(s, rows, cols, mask, T)
+            s = hide(s, rows, cols, mask, -float("inf"), T)
     elif MASKED:
-        s = _hidden(s, rows, cols, mask, T)
+        s = hide(s, rows, cols, mask, -float("inf"), T)
     p, alpha, m, l, top = softmax_step(
         s, m, l, top, softmax.unit, softmax.beta, softmax.eps,
         MASKED, T.SUM, T.DYNAMIC, T.PAPER, T.BOUND,
@@ -114,14 +114,6 @@ def _weights(
         )  # fmt: skip
         weights = tl.where(keep, p, 0.0)
     return p, weights, alpha, m, l, top
-
-
-@triton.jit
-def _hidden(s, rows, cols, mask, T: tl.constexpr):
-    return hide(
-        s, rows, cols, mask.length, mask.shift, mask.left, mask.right,
-        T.HAS_LEFT, T.HAS_RIGHT, -float("inf"),
-    )  # fmt: skip
 
 
 @triton.jit

@@ -79,12 +79,15 @@ def visible_transposed(
 
 
 @triton.jit
-def hide(
-    x, rows, cols, sk, shift, left, right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, OTHER: tl.constexpr,
-):  # fmt: skip
-    """A tile x with OTHER where a query does not see a key; rows and cols as in `visible`."""
-    return tl.where(visible(rows, cols, sk, shift, left, right, HAS_LEFT, HAS_RIGHT), x, OTHER)
+def hide(x, rows, cols, mask, OTHER: tl.constexpr, T: tl.constexpr):
+    """A tile x with OTHER where a query does not see a key; rows and cols as in `visible`.
+
+    mask: `bundles.Mask` of queries.
+    """
+    ok = visible(
+        rows, cols, mask.length, mask.shift, mask.left, mask.right, T.HAS_LEFT, T.HAS_RIGHT
+    )
+    return tl.where(ok, x, OTHER)
 
 
 @triton.jit
