@@ -24,6 +24,7 @@ COMPENSATED = {"stabilizer": "compensated"}
 CASES = {
     "sm90 causal GQA d64": ("sm90", 4, 2, 64, 64, {**COMPENSATED, "causal": True}),
     "sm90 varlen d96": ("sm90", 2, 2, 96, 96, {**COMPENSATED, "causal": True, "packed": True}),
+    "sm90 causal d256": ("sm90", 2, 2, 256, 256, {**COMPENSATED, "causal": True}),
     "sm90 dropout d64": ("sm90", 2, 2, 64, 64, {"dropout_p": 0.1, "dropout_seed": 1}),
     "sm80 causal d64": ("sm80", 2, 2, 64, 64, {"causal": True}),
 }

@@ -135,19 +135,19 @@ QueryMemory = namedtuple("QueryMemory", "item q do k v")
 """Shared memory of `query_gradient`: `Ring`, but for item.
 
 item: int32 [ITEMS * ITEM, 1], announced by the producer
-q, do: [2 * PARTS, 64, D / PARTS] and so with V_PARTS of DV, with one barrier
-k, v: [K_SLOTS * PARTS, BN, D / PARTS] and [V_SLOTS, BN, DV / V_PARTS]
+q, do: [2 * PARTS, 64, D / PARTS] and [2, 64, DV], each with one barrier
+k, v: [K_SLOTS * PARTS, BN, D / PARTS] and [V_SLOTS, BN, DV]
 """
 
 QueryTraits = namedtuple(
     "QueryTraits",
-    "GROUP BN K_SLOTS V_SLOTS PARTS V_PARTS CAUSAL BAND PACKED MASKED DO_IN_REGISTERS TURNS",
+    "GROUP BN K_SLOTS V_SLOTS PARTS CAUSAL BAND PACKED MASKED DO_IN_REGISTERS TURNS",
 )
 """Of a kernel of dQ (`query_gradient`), as `ForwardTraits`.
 
 CAUSAL: the longest items come first
 MASKED: a tile may need a mask
-TURNS: the product after which the other consumer may issue, 0 for any
+TURNS: consumers issue dQ and scores in turn
 """
 
 QueryGradient = namedtuple("QueryGradient", "ptr stride_b stride_s stride_h scale")

@@ -56,7 +56,6 @@ def _producer(inputs, smem, items, T: gl.constexpr):
     k = 0
     v = 0
     copied = 0
-    copied_v = 0
     tiles = 0
     query_tiles = items.query_tiles
     if T.PACKED:
@@ -105,22 +104,20 @@ def _producer(inputs, smem, items, T: gl.constexpr):
                 if i == 0:
                     if tiles > 0:
                         sync_named(BUFFER_OF_Q + 1, ALL, 1)
-                    mbarrier.expect(smem.do.full, 2 * T.V_PARTS * do_in.desc.block_type.nbytes)
+                    mbarrier.expect(smem.do.full, 2 * do_in.desc.block_type.nbytes)
                     for w in gl.static_range(2):
                         load_parts(
                             do_in.desc, m * TILE + w * 64, b * do_in.stride_b + h * do_in.stride_h,
-                            start_q, queries, smem.do.full, smem.do.slots, w, T.V_PARTS, T.PACKED,
+                            start_q, queries, smem.do.full, smem.do.slots, w, 1, T.PACKED,
                         )  # fmt: skip
-                for part in gl.static_range(T.V_PARTS):
-                    if copied_v >= T.V_SLOTS:
-                        sync_named(SLOT_OF_V + v, ALL, 1)
-                    mbarrier.expect(smem.v.full.index(v), v_in.desc.block_type.nbytes)
-                    load_tile(
-                        v_in.desc, (last - i) * T.BN, v_column + part * smem.v.slots.shape[2],
-                        start_k, keys, smem.v.full.index(v), smem.v.slots.index(v), T.PACKED,
-                    )  # fmt: skip
-                    v = gl.where(v + 1 == T.V_SLOTS, 0, v + 1)
-                    copied_v += 1
+                if copied >= T.V_SLOTS:
+                    sync_named(SLOT_OF_V + v, ALL, 1)
+                mbarrier.expect(smem.v.full.index(v), v_in.desc.block_type.nbytes)
+                load_tile(
+                    v_in.desc, (last - i) * T.BN, v_column, start_k, keys, smem.v.full.index(v),
+                    smem.v.slots.index(v), T.PACKED,
+                )  # fmt: skip
+                v = gl.where(v + 1 == T.V_SLOTS, 0, v + 1)
                 copied += 1
             tiles += 1
             # As many numbers are taken as there are items, so the counter ends as it began.
@@ -169,10 +166,9 @@ def _pass_over(n, k, k_parity, v, v_parity, smem, W: gl.constexpr, T: gl.constex
             sync_named(TURN + W, "256", 4)
             arrive_named(TURN + 1 - W, "256")
         k, k_parity = advance(k, k_parity, T.K_SLOTS)
-        for _part in gl.static_range(T.V_PARTS):
-            mbarrier.wait(smem.v.full.index(v), v_parity)
-            arrive_named(SLOT_OF_K + T.K_SLOTS + v, ALL)
-            v, v_parity = advance(v, v_parity, T.V_SLOTS)
+        mbarrier.wait(smem.v.full.index(v), v_parity)
+        arrive_named(SLOT_OF_K + T.K_SLOTS + v, ALL)
+        v, v_parity = advance(v, v_parity, T.V_SLOTS)
     return k, k_parity, v, v_parity
 
 
@@ -200,30 +196,23 @@ def _await_keys(pending: gl.constexpr, dq, s, dp, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _start_dp(do, w, v, v_parity, zero, smem, T: gl.constexpr):
-    """Start dP [64, BN] of a block, in products that each wait for a part of V."""
+def _start_dp(do, v, v_parity, zero, smem):
+    """Start dP [64, BN] of a block."""
     mbarrier.wait(smem.v.full.index(v), v_parity)
-    dp = warpgroup_mma(
+    return warpgroup_mma(
         do, smem.v.slots.index(v).permute((1, 0)), zero, use_acc=False, is_async=True
     )
-    for part in gl.static_range(1, T.V_PARTS):
-        v, v_parity = advance(v, v_parity, T.V_SLOTS)
-        mbarrier.wait(smem.v.full.index(v), v_parity)
-        do = smem.do.slots.index(w * T.V_PARTS + part)
-        dp = warpgroup_mma(do, smem.v.slots.index(v).permute((1, 0)), dp, is_async=True)
-    return dp
 
 
 @gluon.jit
 def _end_dp(dp, v, v_parity, smem, T: gl.constexpr):
-    """(dP, next slot of V, its parity), the slots free."""
+    """(dP, next slot of V, its parity), the slot free."""
     # A wait that is a loop, and over long since: else ptxas moves that for dP before the
     # exponentials.
     mbarrier.wait(smem.v.full.index(v), v_parity)
-    for part in gl.static_range(T.V_PARTS):
-        dp = warpgroup_mma_wait(T.V_PARTS - 1 - part, deps=(dp,))
-        arrive_named(SLOT_OF_K + T.K_SLOTS + v, ALL)
-        v, v_parity = advance(v, v_parity, T.V_SLOTS)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    arrive_named(SLOT_OF_K + T.K_SLOTS + v, ALL)
+    v, v_parity = advance(v, v_parity, T.V_SLOTS)
     return dp, v, v_parity
 
 
@@ -296,9 +285,9 @@ def _consumer(out, numbers, smem, items, unit, W: gl.constexpr, T: gl.constexpr)
         mbarrier.wait(smem.k.full.index(k), k_parity)
         s_made = scores(q_s.index(W * T.PARTS), q_s, W, k_s, k, zero_s, T.PARTS)
         mbarrier.wait(smem.do.full, tiles & 1)
-        do = operand(do_s, W, T.V_PARTS, T.DO_IN_REGISTERS, DO_L)
-        dp_made = _start_dp(do, W, v, v_parity, zero_s, smem, T)
-        s, dp_made = warpgroup_mma_wait(T.V_PARTS, deps=(s_made, dp_made))
+        do = operand(do_s, W, 1, T.DO_IN_REGISTERS, DO_L)
+        dp_made = _start_dp(do, v, v_parity, zero_s, smem)
+        s, dp_made = warpgroup_mma_wait(1, deps=(s_made, dp_made))
         arrive_if(BUFFER_OF_Q, blocks == 1, ALL, False)
         p = _probabilities(s, shift, unit, to_right, to_left, end, 0, T.BN, T.MASKED)
         dp, v, v_parity = _end_dp(dp_made, v, v_parity, smem, T)
@@ -310,22 +299,18 @@ def _consumer(out, numbers, smem, items, unit, W: gl.constexpr, T: gl.constexpr)
             if T.TURNS:
                 sync_named(TURN + W, "256", 4)
             dq = _add_keys(dq, ds, k_s, before, i > 1, T.PARTS)
-            if T.TURNS == 1:
-                arrive_named(TURN + 1 - W, "256")
             # Opaque, so that descriptors of Q and dO are not kept in registers.
             w = _uniform(W)
             mbarrier.wait(smem.k.full.index(k), k_parity)
             s_begun = scores(q_s.index(w * T.PARTS), q_s, w, k_s, k, zero_s, T.PARTS)
-            if T.TURNS == 2:
+            if T.TURNS:
                 arrive_named(TURN + 1 - W, "256")
             if not T.DO_IN_REGISTERS:
-                do = operand(do_s, w, T.V_PARTS, False, DO_L)
-            dp_begun = _start_dp(do, w, v, v_parity, zero_s, smem, T)
-            if T.TURNS == 3:
-                arrive_named(TURN + 1 - W, "256")
-            dq, s, dp = _await_keys(T.PARTS + T.V_PARTS, dq, s_begun, dp_begun, T.PARTS)
+                do = operand(do_s, w, 1, False, DO_L)
+            dp_begun = _start_dp(do, v, v_parity, zero_s, smem)
+            dq, s, dp = _await_keys(T.PARTS + 1, dq, s_begun, dp_begun, T.PARTS)
             arrive_named(SLOT_OF_K + before, ALL)
-            s, dp = warpgroup_mma_wait(T.V_PARTS, deps=(s, dp))
+            s, dp = warpgroup_mma_wait(1, deps=(s, dp))
             arrive_if(BUFFER_OF_Q, i + 1 == blocks, ALL, False)
             p = _probabilities(s, shift, unit, to_right, to_left, end, i * T.BN, T.BN, T.MASKED)
             dp, v, v_parity = _end_dp(dp, v, v_parity, smem, T)
@@ -375,15 +360,13 @@ def query_kernel(
     dtype: gl.constexpr = q_desc.dtype
     # A ragged descriptor's tile has two dimensions more.
     COLUMNS: gl.constexpr = q_desc.block_type.shape[-1]
-    V_COLUMNS: gl.constexpr = v_desc.block_type.shape[-1]
     PARTS: gl.constexpr = D // COLUMNS
-    V_PARTS: gl.constexpr = DV // V_COLUMNS
     tile_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
-    v_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, V_COLUMNS], dtype)
+    v_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DV], dtype)
     q_s = gl.allocate_shared_memory(dtype, [2 * PARTS, 64, COLUMNS], tile_l)
-    do_s = gl.allocate_shared_memory(dtype, [2 * V_PARTS, 64, V_COLUMNS], v_l)
+    do_s = gl.allocate_shared_memory(dtype, [2, 64, DV], v_l)
     k_s = gl.allocate_shared_memory(dtype, [K_SLOTS * PARTS, BN, COLUMNS], tile_l)
-    v_s = gl.allocate_shared_memory(dtype, [V_SLOTS, BN, V_COLUMNS], v_l)
+    v_s = gl.allocate_shared_memory(dtype, [V_SLOTS, BN, DV], v_l)
     item_s = gl.allocate_shared_memory(
         gl.int32, [ITEMS * ITEM, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -399,7 +382,7 @@ def query_kernel(
         mbarrier.init(v_full.index(i), count=1)
     fence_async_shared()
     T: gl.constexpr = bundles.QueryTraits(
-        GROUP, BN, K_SLOTS, V_SLOTS, PARTS, V_PARTS, CAUSAL, BAND, PACKED, MASKED,
+        GROUP, BN, K_SLOTS, V_SLOTS, PARTS, CAUSAL, BAND, PACKED, MASKED,
         DO_IN_REGISTERS, TURNS,
     )  # fmt: skip
     smem = bundles.QueryMemory(

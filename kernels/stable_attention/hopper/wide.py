@@ -41,15 +41,13 @@ class QueryTile(NamedTuple):
     """Of q and k in a tile of shared memory."""
     k_slots: int
     v_slots: int
-    """Each of a part of V's columns."""
-    v_columns: int = 128
-    do_in_registers: bool = False
-    turns: int = 0
+    do_in_registers: bool
+    turns: bool
 
 
 QUERY_TILES = {
-    (192, 128): QueryTile(64, 3, 3, do_in_registers=True, turns=2),
-    (256, 256): QueryTile(256, 2, 1, v_columns=256),
+    (192, 128): QueryTile(64, 3, 3, do_in_registers=True, turns=True),
+    (256, 256): QueryTile(256, 2, 1, do_in_registers=False, turns=False),
 }
 """(head dim of q and k, of v) -> tile."""
 BLOCK = 64
@@ -114,8 +112,8 @@ def query_arguments(
     limited = reach(problem)[1] != FAR
     heads = plan.entries * problem.heads
     positional = (
-        tiled(q, layout, 64, tile.columns), tiled(dout, layout, 64, tile.v_columns),
-        tiled(k, layout, BLOCK, tile.columns), tiled(v, layout, BLOCK, tile.v_columns),
+        tiled(q, layout, 64, tile.columns), tiled(dout, layout, 64),
+        tiled(k, layout, BLOCK, tile.columns), tiled(v, layout, BLOCK),
         dq, lse, delta, counter, places,
         *(s for x in (q, dout, k, v) for s in steps(x, layout)), *strides(dq, layout),
         *((0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))),
