@@ -56,6 +56,7 @@ def _producer(inputs, smem, items, T: gl.constexpr):
     k = 0
     v = 0
     copied = 0
+    copied_v = 0  # apart, as its ring is
     tiles = 0
     query_tiles = items.query_tiles
     if T.PACKED:
@@ -110,7 +111,7 @@ def _producer(inputs, smem, items, T: gl.constexpr):
                             do_in.desc, m * TILE + w * 64, b * do_in.stride_b + h * do_in.stride_h,
                             start_q, queries, smem.do.full, smem.do.slots, w, 1, T.PACKED,
                         )  # fmt: skip
-                if copied >= T.V_SLOTS:
+                if copied_v >= T.V_SLOTS:
                     sync_named(SLOT_OF_V + v, ALL, 1)
                 mbarrier.expect(smem.v.full.index(v), v_in.desc.block_type.nbytes)
                 load_tile(
@@ -118,6 +119,7 @@ def _producer(inputs, smem, items, T: gl.constexpr):
                     smem.v.slots.index(v), T.PACKED,
                 )  # fmt: skip
                 v = gl.where(v + 1 == T.V_SLOTS, 0, v + 1)
+                copied_v += 1
                 copied += 1
             tiles += 1
             # As many numbers are taken as there are items, so the counter ends as it began.
