@@ -65,7 +65,7 @@ def functions_digest(root: Path = ROOT) -> str:
     """Digest of what is compiled for the device: jitted functions, their constants, tile tables.
 
     Not of the functions that launch them, which may change and leave all of them alone. Tile tables
-    are configs.json and the plain constants of a ``launch.py``.
+    are configs.json and the plain constants of a ``launch.py``, ``shapes.py`` or ``wide.py``.
     """
     folder = root / "kernels" / "stable_attention"
     found = [(folder / "configs.json").read_text()]
@@ -73,7 +73,7 @@ def functions_digest(root: Path = ROOT) -> str:
         if path.relative_to(folder).as_posix().startswith(ON_THE_DEVICE):
             body = ast.parse(path.read_text()).body
             found += filter(None, map(_compiled, body))
-            if path.name == "launch.py":
+            if path.name in ("launch.py", "shapes.py", "wide.py"):
                 found += (ast.unparse(x) for x in body if isinstance(x, ast.Assign))
     return hashlib.sha256("\x00".join(sorted(found)).encode()).hexdigest()[:16]
 
