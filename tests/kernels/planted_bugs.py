@@ -1,6 +1,6 @@
 """Deliberate bugs in the shipped kernels, each of which the suite must catch.
 
-A bug replaces text of a file of the package (never of a stand-in) in a copy, which a forked child
+A bug replaces text of a file of the package (never of a stand-in) in a copy, which a child process
 imports and runs against members of the suite (suite.py). The control run is the copy without a
 change, which must pass one member of each kind; that the kernels pass them all is the suite itself.
 
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -432,15 +432,20 @@ def _child(pipe: Any, folder: str, members: list[str]) -> None:
     pipe.send({"caught": False, "by": "", "how": ""})
 
 
-def run_bug(bug: Bug | None, members: list[str]) -> Iterator[dict[str, Any] | None]:
-    """Generator that yields None while the child works and its verdict at the end."""
+def run_bug(
+    bug: Bug | None, members: list[str], start: str = "fork"
+) -> Iterator[dict[str, Any] | None]:
+    """Generator that yields None while the child works and its verdict at the end.
+
+    ``start``: of the child; CUDA does not fork.
+    """
     with tempfile.TemporaryDirectory(prefix="planted") as folder:
         try:
             copy_package(Path(folder), bug)
         except ValueError as error:
             yield {"caught": False, "by": "", "how": str(error)}
             return
-        context = mp.get_context("fork")
+        context = mp.get_context(start)
         here, there = context.Pipe(duplex=False)
         process = context.Process(target=_child, args=(there, folder, members))
         started, limit = time.monotonic(), TIMEOUT * len(members)
@@ -449,7 +454,8 @@ def run_bug(bug: Bug | None, members: list[str]) -> Iterator[dict[str, Any] | No
         while process.is_alive() and not here.poll():
             if time.monotonic() - started > limit:
                 process.kill()
-                yield {"caught": True, "by": members[-1], "how": f"ran past {limit:.0f} s"}
+                process.join()
+                yield {"caught": False, "by": "", "how": f"hung: ran past {limit:.0f} s"}
                 return
             yield None
         try:
@@ -461,11 +467,12 @@ def run_bug(bug: Bug | None, members: list[str]) -> Iterator[dict[str, Any] | No
         yield verdict | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def run_all(bugs: list[Bug], *, jobs: int, control: bool) -> dict[str, dict[str, Any]]:
-    """Verdicts by name, ``jobs`` children at a time; "control" is the unchanged copy."""
-    queue = [(bug.name, run_bug(bug, [bug.caught_by])) for bug in bugs]
-    if control:
-        queue.insert(0, ("control", run_bug(None, [CAUSAL, EMPTY_ROWS, "window bounds"])))
+def run_all(
+    bugs: Sequence[Bug], *, jobs: int, controls: dict[str, list[str]], start: str = "fork"
+) -> dict[str, dict[str, Any]]:
+    """Verdicts by name, ``jobs`` children at a time; controls are members of the unchanged copy."""
+    queue = [(name, run_bug(None, members, start)) for name, members in controls.items()]
+    queue += [(bug.name, run_bug(bug, [bug.caught_by], start)) for bug in bugs]
     verdicts: dict[str, dict[str, Any]] = {}
     active: list[tuple[str, Iterator[dict[str, Any] | None]]] = []
     while queue or active:
@@ -500,7 +507,8 @@ def main() -> int:
     assert triton.__version__ and "stable_attention" not in sys.modules
     bugs = [bug for bug in BUGS if args.only in bug.name]
     started = time.monotonic()
-    verdicts = run_all(bugs, jobs=args.jobs, control=not args.only)
+    controls = {} if args.only else {"control": [CAUSAL, EMPTY_ROWS, "window bounds"]}
+    verdicts = run_all(bugs, jobs=args.jobs, controls=controls)
     if args.json:
         args.json.write_text(json.dumps(verdicts, indent=1))
     missed = [b.name for b in bugs if not verdicts[b.name]["caught"]]
