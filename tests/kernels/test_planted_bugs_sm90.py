@@ -38,7 +38,7 @@ def test_lines_meet_both_passes_of_sm90(line: str, monkeypatch: pytest.MonkeyPat
 
 def test_spawned_children_report_wrong_numbers() -> None:
     bugs = [bug for bug in planted_bugs.BUGS if bug.name == "l not rescaled"]
-    verdicts = run_all(bugs, jobs=1, controls={"control": [FULL]}, start="spawn")
+    verdicts = run_all(bugs, jobs=2, controls={"control": [FULL]}, start="spawn")
     assert wrong_numbers(verdicts["l not rescaled"]), verdicts
     assert not verdicts["control"]["how"], verdicts
 
