@@ -1,0 +1,176 @@
+"""Roles of the sm_90 kernels in random orders (`hopper_protocol`): nobody reads or overwrites a
+tile too early or waits forever, and every sum has every product as often as it should."""
+
+from __future__ import annotations
+
+import pytest
+from hopper_cases import Case, problem
+from hopper_language import Sources
+from hopper_protocol import Fault
+
+from stable_attention.problem import Problem
+
+SEEDS = range(8)
+MASKS = {
+    "causal": {"window_right": 0},
+    "full": {"stabilizer": "none"},
+    "band": {"window_left": 70, "window_right": 0},
+    "grouped": {"window_right": 0, "kv_heads": 1},
+    "short": {"sq": 60, "sk": 60, "batch": 2},
+    "ragged": {"sq": 290, "sk": 170, "window_right": 0},
+}
+SHAPES = {
+    "key_gradients": [(192, 128), (256, 256)],
+    "query_gradient": [(192, 128), (256, 256)],
+    "backward": [(64, 64), (128, 128)],
+    "forward": [(64, 64), (128, 128), (192, 128), (256, 256)],
+}
+LENGTHS = {"key_gradients": 192, "query_gradient": 256, "backward": 256, "forward": 384}
+
+
+def asked(kernel: str, d: int, dv: int, mask: str) -> Problem:
+    n = LENGTHS[kernel]
+    return problem(d, dv, **({"sq": n, "sk": n} | MASKS[mask]))
+
+
+def tried(kernel: str, case: Case, seeds: range, sources: Sources) -> None:
+    for seed in seeds:
+        case.run(kernel, seed, sources)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "kernel, d, dv", [(kernel, *shape) for kernel in SHAPES for shape in SHAPES[kernel]]
+)
+def test_roles_in_any_order(kernel: str, d: int, dv: int, mask: str) -> None:
+    tried(kernel, Case(asked(kernel, d, dv, mask)), SEEDS, Sources())
+
+
+PACKED = ((150, 150), (0, 0), (70, 200), (0, 90), (64, 0))
+
+
+@pytest.mark.parametrize("kernel, d, dv", [(k, *shape) for k in SHAPES for shape in SHAPES[k]])
+def test_packed_sequences(kernel: str, d: int, dv: int) -> None:
+    """Some without queries or keys."""
+    tq, tk = (sum(n) for n in zip(*PACKED, strict=True))
+    packed = problem(
+        d, dv, 150, 200, window_right=0, layout="thd", batch=len(PACKED), tq=tq, tk=tk
+    )  # fmt: skip
+    tried(kernel, Case(packed, lengths=PACKED), SEEDS, Sources())
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_parts_of_query_heads(d: int) -> None:
+    given = asked("backward", d, d, "grouped")
+    tried("backward", Case(given, parts=2), SEEDS, Sources())
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("d, dv", [(64, 64), (128, 128), (192, 128)])
+def test_segments_of_the_forward_pass(d: int, dv: int, low: bool) -> None:
+    for mask in ("causal", "band", "grouped"):
+        case = Case(asked("forward", d, dv, mask), low=low, segment=1)
+        tried("forward", case, range(6), Sources())
+
+
+PLANTED = {
+    "operand freed before its first use": (
+        "key_gradients", 192, "before a load of it ends",
+        ("x = _operand(a.slots, slot, own_s, A_PARTS, X_L)",
+         "... / mbarrier.arrive(a.empty.index(slot), count=1)"),
+        ("mbarrier.arrive(a.empty.index(of_keys), count=1)", ""),
+    ),
+    "P freed before its use": (
+        "key_gradients", 256, "before a load of it ends",
+        ("p = fetched(p_s.index(p_place), S_L)", '... / arrive_named(P_EMPTY + p_place, "256")'),
+        ('if W == 1: / arrive_named(P_EMPTY + p_place, "256")', ""),
+    ),
+    "slot of the other side freed a step early": (
+        "key_gradients", 192, "before a product of it ends",
+        ("acc, begun = _added(adding, begun, len(x)) / if LAST: / mbarrier.arrive(read, count=1)",
+         "if LAST: mbarrier.arrive(read, count=1) / acc, begun = _added(adding, begun, len(x))"),
+    ),
+    "slot never freed": (
+        "key_gradients", 192, "nobody can go on",
+        ("mbarrier.arrive(a.empty.index(slot), count=1)", "pass"),
+    ),
+    "own place written without a fence": (
+        "key_gradients", 256, "without a fence", ("fence_async_shared() / return", "return"),
+    ),
+    "scores not awaited": (
+        "query_gradient", 192, "not awaited",
+        ("warpgroup_mma_wait(1, deps=(s, dp))", "warpgroup_mma_wait(2, deps=(s, dp))"),
+    ),
+    "slot of K freed a step early": (
+        "query_gradient", 192, "before a product of it ends",
+        ("dq, s, dp = _await_keys(T.PARTS + 1,", "arrive_named(SLOT_OF_K + before, ALL) / ..."),
+        ("T.PARTS) / arrive_named(SLOT_OF_K + before, ALL)", "T.PARTS)"),
+    ),
+    "slot of K freed twice": (
+        "query_gradient", 192, "one too many",
+        ("arrive_named(SLOT_OF_K + before, ALL)", "... / ..."),
+    ),
+    "Q never freed": (
+        "query_gradient", 192, "nobody can go on",
+        ("arrive_if(BUFFER_OF_Q, i + 1 == blocks, ALL, False)", ""),
+    ),
+    "blocks passed over before they are full": (
+        "query_gradient", 192, "one too many",
+        ("mbarrier.wait(smem.k.full.index(k), k_parity) / arrive_named(SLOT_OF_K + k, ALL)",
+         "arrive_named(SLOT_OF_K + k, ALL)"),
+    ),
+    "dS read before the other half is there": (
+        "backward", 128, "not full",
+        ("if not FIRST: / mbarrier.wait(smem.ds.full.index(before), parity ^ before)",
+         "if not FIRST:"),
+    ),
+    "dS overwritten while it is read": (
+        "backward", 128, "before a product of it ends",
+        ("mbarrier.wait(smem.ds.empty.index(slot), parity ^ 1)", ""),
+    ),
+    "dQ freed before it is read": (
+        "backward", 64, "before a store of it ends",
+        ("tma.store_wait(0) / mbarrier.arrive(smem.dq.empty, count=1)",
+         "mbarrier.arrive(smem.dq.empty, count=1)"),
+    ),
+    "turn not awaited": ("backward", 128, "others", ("wait_for_turn(turns + tile, turn)", "")),
+    "turn not passed on": (
+        "backward", 64, "nobody can go on", ("pass_turn(turns + tile)", "pass"),
+    ),
+    "Q's place free while O leaves": (
+        "consumer", 128, "before a store of it ends",
+        ("(blocks == 1) & (tiles > 0), ALL, True)", "(blocks == 1) & (tiles > 0), ALL, False)"),
+    ),
+    "V freed a step early": (
+        "consumer", 64, "before a product of it ends",
+        ("p_rounded = p.to(dtype) / if T.ROUNDED: / l_done, done",
+         "arrive_named(SLOT_OF_V + v, ALL) / p_rounded = p.to(dtype) / "
+         "if T.ROUNDED: /     l_done, done"),
+        ("done = warpgroup_mma_wait(0, deps=(made,)) / arrive_named(SLOT_OF_V + v, ALL)",
+         "done = warpgroup_mma_wait(0, deps=(made,))"),
+    ),
+    "turn of a consumer kept": (
+        "consumer", 64, "nobody can go on",
+        ('made = add_weighted(p_rounded, v_s.index(v), acc, i > 0, P_L) / '
+         'arrive_named(TURN + 1 - W, "256")',
+         "made = add_weighted(p_rounded, v_s.index(v), acc, i > 0, P_L)"),
+    ),
+    "wait for V left out": (
+        "consumer", 192, "too many|before a product",
+        ("mbarrier.wait(v_full.index(v), v_parity) / if T.ROUNDED: / l_made = add_rounded_sum("
+         "p_rounded, smem.ones, l_rounded, i > 0, PE_L)",
+         "if T.ROUNDED: /     l_made = add_rounded_sum("
+         "p_rounded, smem.ones, l_rounded, i > 0, PE_L)"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_faults_are_found(name: str) -> None:
+    module, d, message, *edits = PLANTED[name]
+    kernel = "forward" if module == "consumer" else module
+    dv = dict(SHAPES[kernel])[d]
+    sources = Sources({module: edits})
+    with pytest.raises((Fault, AssertionError), match=message):
+        for mask in MASKS:
+            tried(kernel, Case(asked(kernel, d, dv, mask)), range(30), sources)
