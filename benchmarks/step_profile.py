@@ -30,7 +30,8 @@ import machine
 PARTS: tuple[tuple[str, str], ...] = (
     (
         "attention",
-        r"^(forward|backward|dq|dkdv|preprocess|rows|sum|places)_kernel|attention|flash|fmha|sdpa",
+        r"^(forward|backward|dq|dkdv|query|key_gradients|preprocess|rows|sum|places)_kernel"
+        r"|attention|flash|fmha|sdpa",
     ),
     ("matrix products", r"gemm|cutlass|nvjet|cublas|splitK|_mm_"),
     ("optimizer", r"adam|multi_tensor|foreach|lpnorm|l2norm"),

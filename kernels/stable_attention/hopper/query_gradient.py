@@ -56,7 +56,7 @@ def _producer(inputs, smem, items, T: gl.constexpr):
     k = 0
     v = 0
     copied = 0
-    copied_v = 0  # apart, as its ring is
+    copied_v = 0  # as many as copied: one counter for both compiles to code that was not timed
     tiles = 0
     query_tiles = items.query_tiles
     if T.PACKED:
