@@ -123,7 +123,7 @@ def oracle_attention(
     Arguments as for ``reference_attention``; ``dropout_keep`` (boolean [b, hq, sq, sk]) replaces
     the mask drawn from ``dropout_seed``. Rows without keys: O = 0, LSE = -inf, zero gradients.
     """
-    check_layout(layout, q, cu_seqlens_q)
+    check_layout(layout, (q, k, v), (cu_seqlens_q, cu_seqlens_k))
     q4, k4, v4 = (to_bhsd(x, layout).to(compute) for x in (q, k, v))
     b, h, sq = q4.shape[:3]
     g = head_group(h, k4.shape[1])

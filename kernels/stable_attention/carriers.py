@@ -103,7 +103,9 @@ def cure(
     unknown = sorted(set(mask) - set(_OPTIONS) - set(_TENSORS))
     if unknown:
         raise TypeError(f"cure() takes no {', '.join(unknown)}")
-    q, k, v, dout = (x.detach() for x in (q, k, v, dout))
+    choose("layout", layout, LAYOUTS)
+    for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout)):
+        check_rank(name, x, layout)
     with torch.no_grad():
         if _by_kernels(q):
             options = Options.of(layout=layout, **{x: mask[x] for x in _OPTIONS if x in mask})

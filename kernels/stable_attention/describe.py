@@ -9,7 +9,6 @@ Shape legend: as in `problem`.
 
 from __future__ import annotations
 
-import itertools
 import os
 from typing import Any
 
@@ -42,6 +41,7 @@ from stable_attention.problem import (
     show,
     sure,
 )
+from stable_attention.reference.geometry import sequences as sequences_of
 from stable_attention.stabilizers import KNOWN
 
 OFF_BY_ONE = "off-by-one"
@@ -90,10 +90,8 @@ def describe(
     layout = options.layout
     _check_tensors(q, k, v, layout)
     sequences = _sequences(cu_seqlens_q, cu_seqlens_k, q, k, layout)
-    sq, sk = dims(q, layout)[1], dims(k, layout)[1]
-    if sequences is not None:
-        sq = _longest("max_seqlen_q", max_seqlen_q, sq)
-        sk = _longest("max_seqlen_k", max_seqlen_k, sk)
+    sq = _longest("max_seqlen_q", max_seqlen_q, q, layout)
+    sk = _longest("max_seqlen_k", max_seqlen_k, k, layout)
     places = None if positions is None else _places(positions)
     problem = _validated(
         options, q.dtype, q.shape, k.shape, v.shape, sequences, sq, sk, sinks is not None, places
@@ -103,6 +101,9 @@ def describe(
     for name, x in (("q", cu_seqlens_q_padded), ("k", cu_seqlens_k_padded)):
         if x is not None:
             _check_starts(f"cu_seqlens_{name}_padded", x, problem, q.device)
+    if sequences and os.environ.get("STABLE_ATTENTION_DEBUG") == "1":
+        told = cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded
+        _check_values((len(q), len(k)), (sq, sk), told)
     check_seed(dropout_seed)
     seed = dropout_seed_tensor(dropout_seed, q) if problem.dropout_p > 0 else None
     pos_q = pos_k = None
@@ -142,6 +143,9 @@ def check_rank(name: str, x: object, layout: str) -> None:
     """`AttentionArgumentError` unless x is a tensor with the dimensions of a layout."""
     if not isinstance(x, torch.Tensor):
         raise AttentionArgumentError(name, show(x), "a tensor", "Pass torch tensors.")
+    if x.is_nested or x.layout is not torch.strided:
+        remedy = "Pass its values: of sequences packed, as layout='thd' with cu_seqlens."
+        raise AttentionArgumentError(name, "nested or sparse", "a dense tensor", remedy)
     rank = 3 if layout == "thd" else 4
     if x.dim() != rank:
         raise AttentionArgumentError(
@@ -371,16 +375,17 @@ def _check_offsets(name: str, cu: Any, x: torch.Tensor) -> None:
         "Build it with torch.tensor(..., dtype=torch.int32, device=q.device).",
     )
     require(cu.is_contiguous(), f"{name}.stride(0)", cu.stride(0), "1", "Call .contiguous().")
-    if os.environ.get("STABLE_ATTENTION_DEBUG") == "1":
-        values = cu.tolist()
-        ordered = all(a <= b for a, b in itertools.pairwise(values))
-        require(
-            ordered and values[0] >= 0 and values[-1] <= x.shape[0],
-            name,
-            values,
-            f"non-decreasing offsets in 0..{x.shape[0]}",
-            "Offsets count tokens and the last one is the number of tokens used.",
-        )
+
+
+def _check_values(
+    lengths: tuple[int, int], longest: tuple[int, int], tensors: tuple[torch.Tensor | None, ...]
+) -> None:
+    """`AttentionArgumentError` for offsets, starts and bounds that do not fit; stops a GPU."""
+    _, *found = zip(*sequences_of(*lengths, *tensors), strict=True)
+    for name, bound, slices in zip("qk", longest, found, strict=True):
+        most = max(x.stop - x.start for x in slices)
+        allowed = f"at least {most}, the longest"
+        require(most <= bound, f"max_seqlen_{name}", bound, allowed, "It would leave tokens out.")
 
 
 def _check_starts(name: str, x: object, problem: Problem, device: torch.device) -> None:
@@ -405,13 +410,16 @@ def _check_starts(name: str, x: object, problem: Problem, device: torch.device) 
         )
 
 
-def _longest(name: str, bound: object, length: int) -> int:
+def _longest(name: str, bound: object, x: torch.Tensor, layout: str) -> int:
     """The bound of the longest packed sequence, at most the buffer's length.
 
     Without a bound every sequence may be as long as that: more empty tiles, no sync.
     """
+    length = dims(x, layout)[1]
     if bound is None:
         return length
+    only = f"None for layout {layout!r}"
+    require(layout == "thd", name, lambda: show(bound), only, "It bounds packed sequences.")
     allowed, remedy = "None or an integer >= 0", "It bounds the longest sequence."
     most = integer(name, bound, allowed, remedy)
     require(sure(most >= 0, otherwise=True), name, most, allowed, remedy)

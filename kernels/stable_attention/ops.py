@@ -412,6 +412,8 @@ def _with_rule(
             _refuse_tangents(arguments)
         wanted = (isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
         if torch.is_grad_enabled() and any(wanted):
+            if torch._C._are_functorch_transforms_active():
+                raise RuntimeError(_refusal("gradients inside transforms of torch.func"))
             return rule.apply(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*arguments)

@@ -181,6 +181,8 @@ def constant(x: N) -> N:
     """x; where it is traced, the number that it stands for, and the graph serves no other."""
     if not torch.compiler.is_compiling() and type(x) in (float, int):
         return x
+    if isinstance(x, torch.Tensor):  # of a size that torch.jit.trace sees
+        return x.item()  # type: ignore[return-value]
     from torch.fx.experimental.symbolic_shapes import guard_scalar
 
     return guard_scalar(x)  # type: ignore[return-value]
@@ -198,6 +200,19 @@ def remembered(function: Callable[P, R]) -> Callable[P, R]:
             return known(*arguments, **named)  # type: ignore[arg-type]
         except TypeError:  # symbolic sizes have no hash
             return function(*arguments, **named)
+
+    return call
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's decorator, but second derivatives raise where dO itself needs no gradient, too."""
+    once = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            grads = tuple(x.detach().requires_grad_() for x in grads)
+        return once(ctx, *grads)
 
     return call
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from stable_attention import numerics  # noqa: F401  (exact BF16 under the interpreter)
+from stable_attention.problem import once_differentiable
 from stable_attention.triton.launches import launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -127,6 +128,7 @@ class _Rotary(torch.autograd.Function):
         return _turn(x, angles, positions, form=form, scale=scale, backward=False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         angles, positions = ctx.saved_tensors
         dx = _turn(grads[0], angles, positions, form=ctx.form, scale=ctx.scale, backward=True)
@@ -176,6 +178,16 @@ def rotary(
         raise ValueError(
             f"{angles.shape[0]} rows of angles for {x.shape[0]} tokens: pass a row for each, or "
             "positions"
+        )
+    for name, y in (("angles", angles), ("positions", positions)):
+        if y is not None and y.device != x.device:
+            raise ValueError(f"{name} is on {y.device}, x on {x.device}: move it there")
+    if positions is not None and (
+        positions.dtype != torch.int32 or positions.shape != x.shape[:1] or positions.stride(0) != 1
+    ):
+        raise ValueError(
+            f"rotary takes contiguous int32 positions, one for each of {x.shape[0]} tokens, not "
+            f"{positions.dtype} of shape {tuple(positions.shape)} and strides {positions.stride()}"
         )
     if interleaved and regroup:
         raise ValueError("regroup writes halves, interleaved writes pairs: choose one")

@@ -26,7 +26,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from megatron_patch.context_parallel.checks import (
     MODES,
@@ -41,7 +40,7 @@ from megatron_patch.context_parallel.heads import HeadExchange, HeadSplit
 from megatron_patch.context_parallel.movement import Alone, Gathered, Movement, Ring
 from megatron_patch.context_parallel.schedule import Bounds, Schedule
 from megatron_patch.context_parallel.tokens import Dense, Packed, Tokens
-from stable_attention.problem import AttentionArgumentError, Options
+from stable_attention.problem import AttentionArgumentError, Options, once_differentiable
 
 BACKENDS = {
     "stable_flash": "stable_attention.chunks",

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch.autograd.function import once_differentiable
 
 from megatron_patch.core_patches.weight_gradient import accumulate
+from stable_attention.problem import once_differentiable
 
 
 class GroupedMLP(SequentialMLP):

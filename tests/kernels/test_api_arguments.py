@@ -71,6 +71,7 @@ BAD = {
     "ratio too large": (qkv(), {"scale": 2.0**100, "softcap": 2.0**-100}, "scale / softcap is"),
 }  # fmt: skip
 THD = PACKED | {"layout": "thd", "cu_seqlens_q": CU, "cu_seqlens_k": CU}
+RAGGED = torch.nested.nested_tensor([zeros(3, 2, 16), zeros(5, 2, 16)], layout=torch.jagged)
 DENSE, SEEDED = qkv(), qkv(dropout_p=0.1)
 FLAT = dict.fromkeys("qkv", zeros(16))
 # (options of a call that is right, the name, values that are wrong)
@@ -78,7 +79,7 @@ WRONG = [
     (DENSE, "attn_mask", (torch.ones(8, 8), True)),
     (DENSE, "bias", (torch.ones(8, 8),)),
     (DENSE, "alibi_slopes", (torch.ones(4),)),
-    (DENSE, "q", (None, [1.0], "q")),
+    (DENSE, "q", (None, [1.0], "q", zeros(2, 8, 4, 16).to_sparse(), RAGGED)),
     (DENSE, "k", (None, [1.0])),
     (DENSE, "v", (None, 1.0)),
     (DENSE, "layout", (None, ["bshd"], 3, "hbsd")),
@@ -106,6 +107,8 @@ WRONG = [
     (DENSE, "residual", (None, 3, "fp8")),
     (DENSE, "cu_seqlens_q", ([0, 8],)),
     (DENSE, "cu_seqlens_k_padded", ([0, 8],)),
+    (DENSE, "max_seqlen_q", (8, "x")),
+    (DENSE, "max_seqlen_k", (torch.tensor(8),)),
     (THD, "cu_seqlens_q", ([0, 3, 8], None, 8)),
     (THD, "cu_seqlens_k", ([0, 3, 8], "x")),
     (THD, "cu_seqlens_q_padded", ([0, 3], 0)),
@@ -187,6 +190,23 @@ def test_device_values_are_checked_only_in_debug_mode(monkeypatch):
     monkeypatch.setenv("STABLE_ATTENTION_DEBUG", "1")
     with pytest.raises(AttentionArgumentError, match="non-decreasing"):
         stable_attention(q, q, q, **call)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"max_seqlen_q": 4}, "max_seqlen_q is 4; allowed: at least 5, the longest"),
+        ({"max_seqlen_k": 2}, "max_seqlen_k is 2"),
+        ({"cu_seqlens_q_padded": CU[1:]}, r"cu_seqlens_q_padded is \[3, 8\]"),
+        ({"cu_seqlens_k_padded": -CU}, "cu_seqlens_k_padded is"),
+    ],
+)
+def test_debug_mode_checks_bounds_and_starts(monkeypatch, given, text):
+    """Tokens beyond a bound are left out, without a word otherwise."""
+    monkeypatch.setenv("STABLE_ATTENTION_DEBUG", "1")
+    stable_attention(**THD, max_seqlen_q=5, max_seqlen_k=9, cu_seqlens_q_padded=CU)
+    with pytest.raises(AttentionArgumentError, match=text):
+        stable_attention(**THD | given)
 
 
 def test_cpu_tensors_without_the_interpreter_are_refused(monkeypatch):

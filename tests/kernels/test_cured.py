@@ -153,6 +153,8 @@ def test_what_a_carrier_is_asked_for(kernels: bool, monkeypatch: pytest.MonkeyPa
         carrier(dout.float(), delta)
     with pytest.raises(TypeError, match="takes no dropout_p"):
         stable_attention.cure(dout, dout, dout, dout, dropout_p=0.1)
+    with pytest.raises(ValueError, match="v is None"):
+        stable_attention.cure(dout, dout, None, dout)
 
 
 def test_packed_sequences() -> None:

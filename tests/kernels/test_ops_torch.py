@@ -140,6 +140,22 @@ def test_the_second_derivative_is_refused(name):
         torch.autograd.grad(first.float().square().sum(), given[name])
 
 
+def test_gradients_of_torch_func_are_refused():
+    """It was told how to write an autograd.Function."""
+    q, k = (randn(2, 20, 2, 16, grad=False) for _ in range(2))
+    loss = torch.func.grad(lambda x, y: stable_attention(x, y, y).float().sum())
+    with pytest.raises(RuntimeError, match=r"differentiable once.*torch\.func"):
+        loss(q, k)
+    with pytest.raises(RuntimeError, match=r"differentiable once.*torch\.func"):
+        torch.func.vmap(loss)(q[:, None], k[:, None])
+
+
+def test_a_trace_of_the_default_scale():
+    q, k, v = (randn(1, 20, 2, 16, grad=False) for _ in range(3))
+    traced = torch.jit.trace(lambda *x: stable_attention(*x, causal=True), (q, k, v))
+    assert torch.equal(traced(q, k, v), stable_attention(q, k, v, causal=True))
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
 def test_forward_mode_is_refused(name):
     """A tangent was silently zero."""

@@ -11,6 +11,7 @@ from oracle import gradients, oracle_attention
 
 from stable_attention.reference import blockwise, reference_attention
 from stable_attention.reference.dropout import keep_mask, philox
+from stable_attention.reference.int8 import int8_reference
 
 CASES = [
     "b=2 sq=70 sk=70 causal=1",
@@ -153,9 +154,61 @@ def test_dropout_mask_depends_on_positions_only() -> None:
         ({"dropout_p": 0.1}, "dropout_seed"),
         ({"sinks": "plus-one"}, "off-by-one"),
         ({"cu_seqlens_q": torch.tensor([0, 4])}, "layout='thd'"),
+        # These computed something else, without a word.
+        ({"cu_seqlens_k": torch.tensor([0, 4])}, "layout='thd'"),
+        ({"sinks": [0.0, 0.0]}, "off-by-one"),
+        ({"window": (1.5, 0)}, "integers"),
+        ({"window": (1, 2, 3)}, "integers"),
+        ({"k": torch.zeros(1, 4, 1, 8)}, "as many tokens and heads"),
+        ({"v": torch.zeros(1, 5, 2, 8)}, "as many tokens and heads"),
+        ({"k": torch.zeros(1, 4, 2, 16)}, "q's head dim"),
+        ({"q": torch.zeros(3, 4, 2, 8)}, "one batch"),
+        ({"q": torch.zeros(1, 4, 2, 8, dtype=torch.int32)}, "floating"),
     ],
 )
 def test_bad_arguments_are_named(change: dict, match: str) -> None:
-    q = torch.zeros(1, 4, 2, 8)
+    given = dict.fromkeys("qkv", torch.zeros(1, 4, 2, 8))
     with pytest.raises(ValueError, match=match):
-        reference_attention(q, q, q, **change)
+        reference_attention(**given | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"cu_seqlens_k": None}, "layout='thd'"),
+        ({"cu_seqlens_q": torch.tensor([0, 3, 9])}, r"3..9; allowed: .* in 0\.\.8"),
+        ({"cu_seqlens_k": torch.tensor([0, 3, 1])}, r"3..1; allowed: .* in 0\.\.8"),
+        ({"cu_seqlens_q_padded": torch.tensor([0, 4])}, r"4..9; allowed: .* in 0\.\.8"),
+    ],
+)
+def test_bad_offsets_are_named(change: dict, match: str) -> None:
+    q, cu = torch.zeros(8, 2, 8), torch.tensor([0, 3, 8])
+    with pytest.raises(ValueError, match=match):
+        reference_attention(
+            q, q, q, **{"layout": "thd", "cu_seqlens_q": cu, "cu_seqlens_k": cu} | change
+        )
+
+
+@pytest.mark.parametrize("attention", [reference_attention, int8_reference])
+def test_second_derivatives_are_refused(attention) -> None:
+    """They were silently 0 where dO needs no gradient of its own."""
+    q = torch.randn(1, 4, 1, 16, requires_grad=True)
+    (first,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
+def test_results_may_be_changed_in_place(layout: str) -> None:
+    """Also where O and LSE already lie as they are returned."""
+    q = torch.randn(4, 2, 8) if layout == "thd" else torch.randn(1, 4, 2, 8)
+    q.requires_grad_()
+    cu = torch.tensor([0, 4]) if layout == "thd" else None
+    given = {"layout": layout, "cu_seqlens_q": cu, "cu_seqlens_k": cu, "return_lse": True}
+    out, lse = reference_attention(q, q.detach(), q.detach(), **given)
+    (want,) = torch.autograd.grad(2 * out.square().sum() + 3 * lse.sum(), q)
+    out, lse = reference_attention(q, q.detach(), q.detach(), **given)
+    out.mul_(2**0.5)
+    lse.mul_(3)
+    (got,) = torch.autograd.grad(out.square().sum() + lse.sum(), q)
+    torch.testing.assert_close(got, want)

@@ -106,6 +106,10 @@ def test_packed_tokens_count_from_the_start_of_their_sequence(cp_size):
     ({"angles": torch.zeros(2, 6)}, "at most d"),
     ({"angles": torch.zeros(1, 4)}, "1 rows of angles for 2 tokens"),
     ({"interleaved": True, "regroup": True}, "choose one"),
+    ({"angles": torch.zeros(2, 4, device="meta")}, "angles is on meta"),
+    ({"positions": torch.zeros(1, dtype=torch.int32)}, "one for each of 2 tokens"),
+    ({"positions": torch.zeros(2)}, "int32 positions"),
+    ({"positions": torch.zeros(4, dtype=torch.int32)[::2]}, "contiguous int32"),
 ])  # fmt: skip
 def test_arguments_are_refused_with_their_values(change, text):
     given = {"x": torch.zeros(2, 1, 1, 4), "angles": torch.zeros(2, 4)} | change

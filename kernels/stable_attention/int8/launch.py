@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch.autograd.function import once_differentiable
 
 from stable_attention import configs, ops
 from stable_attention.api import check_device
@@ -32,7 +31,14 @@ from stable_attention.int8.quantise import (
 )
 from stable_attention.int8.settings import BLOCK, DEFAULT, HEAD_DIMS, Settings
 from stable_attention.layouts import readable, strides
-from stable_attention.problem import UNLIMITED, Extras, Options, Problem, require
+from stable_attention.problem import (
+    UNLIMITED,
+    Extras,
+    Options,
+    Problem,
+    once_differentiable,
+    require,
+)
 from stable_attention.triton.launches import Arguments, launch
 from stable_attention.triton.options import LOG2E
 from stable_attention.triton.preprocess import preprocess

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from stable_attention.problem import once_differentiable
 from stable_attention.reference import dropout
 from stable_attention.reference.geometry import (
     Window,
@@ -200,15 +200,14 @@ class _Blockwise(torch.autograd.Function):
                 top = torch.maximum(top, part[2])
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.cu_seqlens, ctx.rules = cu_seqlens, rules
-        lse_out = lse.flatten(1, 2)
+        high = from_bhsd(out.flatten(1, 2), rules.layout).to(q.dtype)
+        if high.data_ptr() == out.data_ptr():  # an output that shares memory stands no +=
+            high = high.clone()
+        sums = lse.flatten(1, 2)
         top = top.flatten()
         ctx.mark_non_differentiable(top)
         ctx.set_materialize_grads(True)
-        return (
-            from_bhsd(out.flatten(1, 2), rules.layout).to(q.dtype),
-            lse_out.squeeze(0) if rules.layout == "thd" else lse_out.clone(),
-            top,
-        )
+        return high, (sums[0] if rules.layout == "thd" else sums).clone(), top
 
     @staticmethod
     @once_differentiable
@@ -289,7 +288,7 @@ def reference_attention(
     ``return_max_logits`` also the largest score of each head, float32 [hq], not differentiable.
     Rows that see no key give O = 0 and zero gradients.
     """
-    check_layout(layout, q, cu_seqlens_q)
+    check_layout(layout, (q, k, v), (cu_seqlens_q, cu_seqlens_k))
     if dropout_p and dropout_seed is None:
         raise ValueError(
             f"dropout_p={dropout_p} needs dropout_seed (an int): masks are keyed by it"
@@ -298,7 +297,7 @@ def reference_attention(
         raise ValueError(f"dropout_p={dropout_p}: use a probability in [0, 1)")
     q_heads = q.shape[1] if layout == "bhsd" else q.shape[-2]
     sink = sinks if isinstance(sinks, torch.Tensor) else None
-    if isinstance(sinks, str):
+    if sink is None and sinks is not None:
         if sinks != "off-by-one":
             raise ValueError(f'sinks={sinks!r}: use None, "off-by-one" or a tensor [{q_heads}]')
         sink = q.new_zeros(q_heads, dtype=torch.float32)

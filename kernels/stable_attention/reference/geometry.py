@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from stable_attention.problem import AttentionArgumentError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -35,15 +37,29 @@ def from_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:
     return x.permute(_FROM_BHSD[layout]).contiguous()
 
 
-def check_layout(layout: str, q: torch.Tensor, cu_seqlens: object) -> None:
-    """ValueError unless ``layout`` is known and agrees with q's rank and with ``cu_seqlens``."""
+def check_layout(
+    layout: str, qkv: tuple[torch.Tensor, ...], cu_seqlens: tuple[torch.Tensor | None, ...]
+) -> None:
+    """ValueError unless q, k and v belong together in ``layout``, with their ``cu_seqlens``."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: use one of {', '.join(LAYOUTS)}")
     rank = 3 if layout == "thd" else 4
-    if q.dim() != rank:
-        raise ValueError(f"layout={layout!r} takes tensors of {rank} dims, q has {tuple(q.shape)}")
-    if (layout == "thd") != (cu_seqlens is not None):
+    for name, x in zip("qkv", qkv, strict=True):
+        if x.dim() != rank:
+            shape = tuple(x.shape)
+            raise ValueError(f"layout={layout!r} takes tensors of {rank} dims, {name} has {shape}")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} is of {x.dtype}: use a floating type")
+    if any((layout == "thd") != (cu is not None) for cu in cu_seqlens[:2]):
         raise ValueError("cu_seqlens_q and cu_seqlens_k go with layout='thd', and only with it")
+    (bq, hq, _, d), (bk, hk, sk, dk), (bv, hv, sv, _) = (to_bhsd(x, layout).shape for x in qkv)
+    head_group(hq, hk)
+    if not (bq == bk == bv and hk == hv and sk == sv and d == dk):
+        shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in zip("qkv", qkv, strict=True))
+        raise ValueError(
+            f"{shapes} in layout={layout!r}: use one batch for all, as many tokens and heads in v "
+            "as in k, and q's head dim in k"
+        )
 
 
 def head_group(q_heads: int, kv_heads: int) -> int:
@@ -59,10 +75,17 @@ def bounds(causal: bool, window: Window) -> tuple[int | None, int | None]:
     A query at position p sees keys p - left .. p + right, both ends included. Positions are
     bottom-right aligned: query i of sq sits at i + sk - sq.
     """
-    left, right = window if window is not None else (None, None)
-    left = None if left is None or left < 0 else int(left)
-    right = None if right is None or right < 0 else int(right)
+    left, right = (None, None) if window is None else _pair(window)
+    left = None if left is None or left < 0 else left
+    right = None if right is None or right < 0 else right
     return left, (0 if causal else right)
+
+
+def _pair(window: object) -> tuple[int | None, int | None]:
+    ok = isinstance(window, tuple | list) and len(window) == 2
+    if not ok or not all(x is None or isinstance(x, int) for x in window):  # type: ignore[attr-defined]
+        raise ValueError(f"window={window!r}: use None or (left, right), integers or None")
+    return window[0], window[1]  # type: ignore[index]
 
 
 def allowed(
@@ -107,20 +130,34 @@ def sequences(
     Lengths come from ``cu_seqlens``; ``starts`` (default the same offsets) say where in memory a
     sequence begins when there are gaps between sequences.
     """
-    if cu_seqlens_q is None or cu_seqlens_k is None:
+    if cu_seqlens_q is None and cu_seqlens_k is None:
         yield 0, slice(0, sq), slice(0, sk)
         return
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise ValueError("cu_seqlens_q without cu_seqlens_k, or the reverse: pass both")
     if cu_seqlens_q.numel() != cu_seqlens_k.numel():
         raise ValueError(
             f"cu_seqlens_q has {cu_seqlens_q.numel()} entries and cu_seqlens_k "
             f"{cu_seqlens_k.numel()}: both need one more than there are sequences"
         )
-    queries = _slices(cu_seqlens_q, starts_q)
-    for i, (rows, keys) in enumerate(zip(queries, _slices(cu_seqlens_k, starts_k), strict=True)):
-        yield i, rows, keys
+    queries = _slices("cu_seqlens_q", cu_seqlens_q, starts_q, sq)
+    keys = _slices("cu_seqlens_k", cu_seqlens_k, starts_k, sk)
+    for i, (own, seen) in enumerate(zip(queries, keys, strict=True)):
+        yield i, own, seen
 
 
-def _slices(cu_seqlens: torch.Tensor, starts: torch.Tensor | None) -> list[slice]:
+def _slices(
+    name: str, cu_seqlens: torch.Tensor, starts: torch.Tensor | None, tokens: int
+) -> list[slice]:
     ends: list[int] = cu_seqlens.tolist()
     begin = ends if starts is None else starts.tolist()
-    return [slice(begin[i], begin[i] + ends[i + 1] - ends[i]) for i in range(len(ends) - 1)]
+    found = [slice(begin[i], begin[i] + ends[i + 1] - ends[i]) for i in range(len(ends) - 1)]
+    for x in found:
+        if not 0 <= x.start <= x.stop <= tokens:
+            raise AttentionArgumentError(
+                name if starts is None else f"{name}_padded",
+                f"{begin}, which put a sequence at {x.start}..{x.stop}",
+                f"non-decreasing offsets in 0..{tokens}",
+                "Offsets count tokens.",
+            )
+    return found

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from stable_attention.int8.settings import BLOCK, CODES, DEFAULT, SMALLEST, Settings
+from stable_attention.problem import once_differentiable
 from stable_attention.reference.geometry import (
     Window,
     allowed,
@@ -247,7 +247,7 @@ def int8_reference(
     Raises:
         ValueError: an unknown layout, or head counts that do not divide.
     """
-    check_layout(layout, q, cu_seqlens_q)
+    check_layout(layout, (q, k, v), (cu_seqlens_q, cu_seqlens_k))
     rules = _Rules(
         layout=layout,
         reach=bounds(causal, window),
