@@ -79,8 +79,9 @@ def stable_attention(
             (data- and tensor-parallel ranks).
         softcap: c > 0 replaces each scaled logit s by c * tanh(s / c), to about 1e-7 * c; c is at
             most 1e5, and 0 is none.
-        stabilizer: "compensated" (default), "dynamic_max", "none" or "paper_bf16"; see
-            docs/kernels.md. "paper_bf16" reproduces a failure and needs ``allow_broken=True``.
+        stabilizer: "compensated" (default), "projected", "compensated_projected", "none",
+            "dynamic_max" or "paper_bf16"; see docs/numerics.md. "paper_bf16" reproduces a failure
+            and needs ``allow_broken=True``.
             Experiments may also name a half of "compensated": "low_order_o" (the low-order part,
             O divided by the float32 sum) or "consistent_sum" (the rounded sum, no low-order part).
         residual: storage of O's low-order part: "bf16", "int8", or "fp32" (delta from the float32
@@ -110,7 +111,8 @@ def stable_attention(
     Raises:
         AttentionArgumentError: a `ValueError` with the value, the allowed set and the remedy, for
             every argument of a wrong type, shape or range.
-        RuntimeError: in forward-mode AD and, from the gradients, in second derivatives.
+        RuntimeError: in forward-mode AD, in gradients of torch.func and, from the gradients, in
+            second derivatives.
     """
     check_unserved(attn_mask=attn_mask, bias=bias, alibi_slopes=alibi_slopes)
     options = Options.of(

@@ -391,6 +391,18 @@ def project_chunks(
 
     A row sums to dLSE + P_sink D' over the keys; arguments as in `chunk_delta` and its D'.
     """
+    choose("layout", layout, LAYOUTS)
+    check_rank("dq", dq, layout)
+    made = "what projected_rows made of a projecting stabilizer"
+    require(
+        isinstance(rows, ProjectedRows), "rows", lambda: show(rows), made, "Without, skip this."
+    )
+    given = {"rows.excess": rows.excess, "lse": lse, "delta": delta, "dlse": dlse}
+    for name, x in given.items():
+        if x is not None:
+            _check_rows(name, x, layout, dq)
+    _check_like("rows.key", rows.key, tuple(dq.shape), dq)
+    _check_sinks(sinks, layout, dq)
     excess = rows.excess
     if sinks is not None:
         share = torch.exp(sinks.float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)

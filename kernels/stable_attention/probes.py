@@ -25,6 +25,7 @@ from stable_attention.reference.geometry import (
     Window,
     allowed,
     bounds,
+    check_layout,
     from_bhsd,
     head_group,
     key_range,
@@ -320,7 +321,11 @@ def _flat_heads(
     for name, x in zip("qkv", tensors, strict=False):
         if x.numel() == 0:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: nothing in it to probe")
-    q = tensors[0]
+    q, k, v, dout = tensors
+    check_layout(layout, (q, k, v), (None, None))
+    if dout.shape != (*q.shape[:-1], v.shape[-1]):
+        shape = (*q.shape[:-1], v.shape[-1])
+        raise ValueError(f"dout has shape {tuple(dout.shape)}: use O's, {shape}")
     hq = to_bhsd(q, layout).shape[1]
     if budget is None:
         budget = (1 << 30) if q.is_cuda else (64 << 20)

@@ -178,6 +178,12 @@ def wrong_calls() -> dict[str, tuple[str, dict]]:
         "dropout_seed is 1.5": ("forward", {"dropout_p": 0.1, "dropout_seed": 1.5}),
         "batch_offset is -1": ("forward", {"batch_offset": -1}),
         "beta is 'x'": ("forward", {"beta": "x"}),
+        "layout is 'x'": ("project", {"layout": "x"}),
+        "rows is None": ("project", {"rows": None}),
+        "lse is a torch.float32 tensor of shape (1, 4, 1)": ("project", {"lse": rows[..., :1]}),
+        "delta is torch.float64": ("project", {"delta": rows.double()}),
+        "dlse is a torch.float32 tensor of shape (1, 1, 4)": ("project", {"dlse": rows[:, :1]}),
+        "dq.dim() is 3": ("project", {"dq": f32[0]}),
     }
 
 
@@ -195,10 +201,12 @@ def test_tensors_that_do_not_belong_together_are_refused(text: str) -> None:
         "finish": partial | {"dtype": torch.bfloat16},
         "delta": {"dout": q, "out": q, "lse": rows},
         "backward": {"dout": q, "q": q, "k": q, "v": q, "lse": rows, "delta": rows} | grads,
+        "project": {"dq": f32, "rows": chunks.ProjectedRows(rows, rows, q), "lse": rows}
+        | {"delta": rows},
     }
     name, changes = wrong_calls()[text]
-    function = {"merge": chunks.merge_chunks, "finish": chunks.finish_chunks}.get(name)
-    function = function or getattr(chunks, f"chunk_{name}")
+    several = {x: getattr(chunks, f"{x}_chunks") for x in ("merge", "finish", "project")}
+    function = several.get(name) or getattr(chunks, f"chunk_{name}")
     function(**right[name])
     with pytest.raises(AttentionArgumentError) as caught:
         function(**right[name] | changes)

@@ -167,6 +167,20 @@ def test_probe_of_nothing_says_so(sq: int, sk: int) -> None:
         probe(q, k, k, q, backend=BackendResult(out=q))
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"dout": torch.zeros(1, 3, 1, 16)}, "dout has shape"),
+        ({"v": torch.zeros(1, 3, 1, 16)}, "as many tokens"),
+        ({"layout": "hbsd"}, "bshd, sbhd"),
+    ],
+)
+def test_probe_of_what_does_not_belong_together(change: dict, text: str) -> None:
+    given = dict.fromkeys(("q", "k", "v", "dout"), torch.zeros(1, 4, 1, 16))
+    with pytest.raises(ValueError, match=text):
+        true_gradients(**given | change)
+
+
 def test_probe_of_a_wrong_delta_reports_exactly_that() -> None:
     q, k, v, dout = (x[None] for x in make_regime("diffuse", heads=2, n=96))
     e: Emulation = emulate(q, k, v, dout, rounding=Rounding(residual="float32"),
