@@ -1,7 +1,7 @@
 """Compile the attention kernels of a run once, before the ranks of a node start.
 
-``python -m megatron_patch.launcher.warm --config X``: one forward and backward of the configured
-head dimensions on the node's first GPU fills the node's Triton cache; the ranks find it there.
+``python -m megatron_patch.launcher.warm --config X``: one forward and backward of every kind of
+attention layer on the node's first GPU fills the node's Triton cache; the ranks find it there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True)
     args = parser.parse_args(argv)
     from megatron_patch import config
+    from megatron_patch.attention import registry
     from megatron_patch.attention.backends import BACKENDS
 
     run = config.load(args.config).config
@@ -28,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("warm-up: no GPU on this node", file=sys.stderr)
         return 1
-    warm(run)
+    warm(run, registry.layer_kinds(run))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import get_args
 
 import pytest
@@ -288,3 +289,24 @@ def test_int8_attention_says_what_it_has_not():
 def test_settings_of_int8_attention_have_no_effect_elsewhere():
     run = tiny_run(attention={"backend": "reference", "int8": Int8Config(scales="tile")})
     assert [p.path for p in checks.problems(run)] == ["attention.int8"]
+
+
+@pytest.mark.parametrize(
+    ("model", "attention", "kinds"),
+    [
+        # As many hidden channels a head as no kernel takes: latent attention has its own.
+        ({"mla": MLAConfig(qk_head_dim=8, qk_pos_emb_head_dim=8, v_head_dim=16),
+          "hidden_size": 36}, {}, 1),
+        ({"window": [3, 0], "window_skip_freq": 2, "softmax_type": "learnable"},
+         {"residual": "int8"}, 2),
+        ({"attention_dropout": 0.1}, {"stabilizer": "paper_bf16", "allow_broken": True}, 1),
+    ],
+    ids=["mla", "window", "dropout"],
+)  # fmt: skip
+def test_the_warm_up_of_a_node_runs_every_kind_of_layer(model, attention, kinds, capsys):
+    run = tiny_run(model, attention={"backend": "stable_flash"} | attention)
+    run = dataclasses.replace(run, training=dataclasses.replace(run.training, precision="bf16"))
+    warm = BACKENDS["stable_flash"].warm
+    assert warm is not None
+    warm(run, registry.layer_kinds(run))
+    assert len(capsys.readouterr().out.splitlines()) == kinds

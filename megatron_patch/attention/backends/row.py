@@ -147,5 +147,5 @@ class Backend(Capability):
     """(`Shapes`, keys a query sees) -> bytes of scores it works on in its backward."""
     summed_head_dims: tuple[int, ...] = ()
     """Head dims whose dQ a kernel sums in a float32 buffer (`stable_attention.dispatch`)."""
-    warm: Callable[[RunConfig], None] | None = None
-    """Compiles what a run needs on the current GPU; None: nothing is compiled."""
+    warm: Callable[[RunConfig, Iterable[LayerRequirements]], None] | None = None
+    """Compiles what kinds of layer of a run need on the current GPU; None: nothing is compiled."""

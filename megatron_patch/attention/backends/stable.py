@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from megatron_patch.attention.backends.reference import draw_seed
-from megatron_patch.attention.backends.row import Backend, Shapes
-from megatron_patch.schema.model import attention_head_dim, query_groups
+from megatron_patch.attention.backends.row import Backend, LayerRequirements, Shapes
 
 if TYPE_CHECKING:
     from megatron_patch.attention.backends.call import AttentionCall, Result
@@ -40,28 +40,41 @@ def saved_bytes(n: Shapes, keys: int, stabilizer: str, residual: str) -> int:
     return n.T * n.q * STABILIZERS[stabilizer].saved_bytes(n.dv, residual)
 
 
-def warm(run: RunConfig) -> None:
-    """One forward and backward of the configured head dimensions on the current GPU."""
+def warm(run: RunConfig, kinds: Iterable[LayerRequirements]) -> None:
+    """One forward and backward of every kind of attention layer on the run's device."""
     import torch
 
     from stable_attention import stable_attention
 
-    m = run.model
-    heads = m.num_attention_heads // run.parallel.tensor_model_parallel_size
-    groups = query_groups(m) // run.parallel.tensor_model_parallel_size
-    head_dim, length = attention_head_dim(m), min(m.seq_length, 4096)
-    q, k, v = (
-        torch.randn(1, n, length, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for n in (heads, max(groups, 1), max(groups, 1))
-    )
-    a = run.attention
-    out = stable_attention(
-        q, k, v, layout="bhsd", causal=True, stabilizer=a.stabilizer, backward=a.backward
-    )
-    assert isinstance(out, torch.Tensor)  # no LSE was asked for
-    out.sum().backward()
-    torch.cuda.synchronize()
-    print(f"warm-up: stable_flash, {heads} heads, {groups} KV heads, head dimension {head_dim}")
+    a, length = run.attention, min(run.model.seq_length, 4096)
+    options: dict[str, Any] = {
+        "stabilizer": a.stabilizer,
+        "backward": a.backward,
+        "allow_broken": a.allow_broken,
+    }
+    if a.residual != "default":
+        options["residual"] = a.residual
+    for facts in kinds:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[facts.dtype]
+        place: dict[str, Any] = {"device": run.training.device, "requires_grad": True}
+        sizes = (facts.heads, facts.head_dim), (facts.kv_heads, facts.head_dim)
+        q, k, v = (
+            torch.randn(length, 1, n, d, dtype=dtype, **place)
+            for n, d in (*sizes, (facts.kv_heads, facts.v_head_dim))
+        )
+        out = stable_attention(
+            q, k, v, layout="sbhd", causal=True, window=facts.window,
+            sinks=torch.zeros(facts.heads, **place) if facts.sinks else None,
+            dropout_p=run.model.attention_dropout, deterministic=facts.deterministic, **options,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)  # no LSE was asked for
+        out.sum().backward()
+        print(
+            f"warm-up: stable_flash, {facts.kind}: {facts.heads} heads, {facts.kv_heads} KV heads, "
+            f"head dimensions {facts.head_dim} and {facts.v_head_dim}"
+        )
+    if run.training.device == "cuda":
+        torch.cuda.synchronize()
 
 
 BACKEND = Backend(
