@@ -218,7 +218,9 @@ def test_offsets_need_a_batch_of_one() -> None:
         hf.attention_forward(torch.nn.Module(), q, q, q, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
 
 
-@pytest.mark.parametrize("name", ["position_bias", "indices", "block_indices", "sinks"])
+@pytest.mark.parametrize(
+    "name", ["position_bias", "head_mask", "indices", "block_indices", "sinks"]
+)
 def test_arguments_of_other_attentions_are_refused(name: str) -> None:
     """T5's biases, sparse attention's keys: swallowed, they give another model's numbers."""
     q = torch.zeros(1, 2, 4, 16, dtype=torch.bfloat16)

@@ -78,6 +78,16 @@ def test_what_is_not_served_is_refused(name: str) -> None:
         launch.attend(x, x, x, Options.of(**asked), DEFAULT)
 
 
+@pytest.mark.parametrize("name", ["sinks", "dropout_p", "positions"])
+def test_keywords_that_are_not_served_are_refused(name: str) -> None:
+    """Sinks were left out without a word."""
+    x = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(AttentionArgumentError, match=f"{name} is given"):
+        launch.int8_attention(x, x, x, **{name: torch.zeros(1)})
+    with pytest.raises(AttentionArgumentError, match="settings is a dict"):
+        launch.int8_attention(x, x, x, {"scales": "row"})
+
+
 def test_settings_are_checked() -> None:
     for wrong in ({"scales": "block"}, {"normalizer": "none"}, {"projection": "no"}):
         with pytest.raises(AttentionArgumentError, match=next(iter(wrong))):

@@ -108,7 +108,7 @@ def _check_arguments(kwargs: dict) -> None:
 
 # Biases, the keys a sparse attention chose, sinks of every token: no kernel here knows them. The
 # sinks of gpt-oss and its kin, a logit a head, come as ``s_aux``.
-_OF_OTHER_ATTENTIONS = ("position_bias", "indices", "block_indices", "sinks")
+_OF_OTHER_ATTENTIONS = ("position_bias", "head_mask", "indices", "block_indices", "sinks")
 
 
 def _checked_mask(mask: Mask | torch.Tensor) -> Mask:

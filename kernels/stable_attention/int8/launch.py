@@ -14,7 +14,7 @@ import triton
 
 from stable_attention import configs, ops
 from stable_attention.api import check_device
-from stable_attention.describe import describe
+from stable_attention.describe import OF_TENSORS, describe
 from stable_attention.dispatch import on_device
 from stable_attention.int8.backward import dkdv_kernel, dq_kernel
 from stable_attention.int8.forward import forward_kernel
@@ -33,11 +33,13 @@ from stable_attention.int8.settings import BLOCK, DEFAULT, HEAD_DIMS, Settings
 from stable_attention.layouts import readable, strides
 from stable_attention.problem import (
     UNLIMITED,
+    AttentionArgumentError,
     Extras,
     Options,
     Problem,
     once_differentiable,
     require,
+    show,
 )
 from stable_attention.triton.launches import Arguments, launch
 from stable_attention.triton.options import LOG2E
@@ -250,6 +252,12 @@ def attend(
         AttentionArgumentError: as there, and for dropout or a softcap.
     """
     q, k, v = ops.under_autocast(q, k, v)
+    require(isinstance(settings, Settings), "settings", show(settings), "a Settings", "Make one.")
+    for name, x in packed.items():
+        if name not in OF_TENSORS and x is not None:
+            raise AttentionArgumentError(
+                name, "given", f"None, and {', '.join(OF_TENSORS)}", _OTHER
+            )
     for name, value in (("dropout_p", options.dropout_p), ("softcap", options.softcap)):
         require(value == 0, name, value, "0 for INT8 attention", _OTHER)
     # Its numerics are `Settings`; of the shared launches "none" takes delta from O alone.

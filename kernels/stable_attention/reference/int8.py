@@ -248,6 +248,8 @@ def int8_reference(
         ValueError: an unknown layout, or head counts that do not divide.
     """
     check_layout(layout, (q, k, v), (cu_seqlens_q, cu_seqlens_k))
+    if v.shape[-1] != q.shape[-1]:
+        raise ValueError(f"head dim of v is {v.shape[-1]}: use q's, {q.shape[-1]}")
     rules = _Rules(
         layout=layout,
         reach=bounds(causal, window),
