@@ -110,7 +110,8 @@ def _packed(
     return rotary(
         t,
         freqs.float().reshape(freqs.shape[0], -1),
-        positions=place.to(torch.int32),
+        # Padding may lie beyond the table; nothing reads it.
+        positions=place.to(torch.int32).clamp_(max=len(freqs) - 1),
         interleaved=rotary_interleaved,
         regroup=mla_rotary_interleaved,
         scale=mscale,

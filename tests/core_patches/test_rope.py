@@ -48,6 +48,17 @@ def test_packed_tokens_are_turned_as_core_turns_them(installed):
         torch.testing.assert_close(ours, core)
 
 
+def test_padding_after_the_last_document_reads_no_angle_past_the_table(installed):
+    from megatron.core.models.common.embeddings import rope_utils
+
+    cu, group = torch.tensor([0, 4]), SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    memory = torch.full((10, 1, 1, 8), torch.nan)
+    freqs = memory[:4].zero_()
+    assert installed()
+    ours = rope_utils._apply_rotary_pos_emb_thd(torch.ones(9, 2, 8), cu, freqs, cp_group=group)
+    assert torch.equal(ours, torch.ones(9, 2, 8))
+
+
 def test_angles_far_from_the_start_are_exact():
     """Of float64 within a rounding of pi; core's are off by more than BF16's cosines."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
