@@ -220,3 +220,6 @@ def test_contradictions_are_reported_together():
     with pytest.raises(DataError) as caught:
         tokenizers.build(TokenizerConfig(kind="none", path="x", eod_id=-1))
     assert len(caught.value.problems) == 3
+    for size in (0, -3, (1 << 31) + 1):
+        with pytest.raises(DataError, match=f"vocab_size: {size} is not 1 to 2147483648"):
+            tokenizers.build(TokenizerConfig(kind="none", vocab_size=size))
