@@ -14,6 +14,7 @@ import os
 import re
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -96,77 +97,13 @@ class Encoder:
 
     def _encode(self, batch: Batch, count: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
         """Lengths and tokens of a batch's documents; ``count``s empty, invalid, replaced ones."""
-        texts = []
-        for raw, place in zip(batch.documents, batch.places, strict=True):
-            if batch.kind == "jsonl" and not raw.strip():
-                continue  # blank lines between records are no documents
-            text, wrong = self._text(raw, place, batch.kind)
-            if text is None:
-                count["invalid"] += 1
-            elif text.strip():
-                texts.append(text)
-                count["replaced"] += wrong
-            else:
-                count["empty"] += 1
         eod = self._tokenizer.eod_id
         assert eod is not None, "checked when preparing starts"
-        encoded = self._tokenizer.encode_batch(texts)
+        encoded = self._tokenizer.encode_batch(list(texts(batch, self._options, count)))
         pieces = [np.append(np.asarray(ids, dtype=self._dtype), self._dtype.type(eod))
                   for ids in encoded]  # fmt: skip
         lengths = np.asarray([len(piece) for piece in pieces], dtype=np.int64)
         return lengths, np.concatenate([np.empty(0, dtype=self._dtype), *pieces])
-
-    def _text(self, raw: bytes, place: str, kind: str) -> tuple[str | None, bool]:
-        """The text of one raw document and whether anything in it was replaced; None: left out.
-
-        Raises DataError: it is not text and ``invalid_text`` says error; a line is no record.
-        """
-        mode, wrong = self._options.invalid_text, False
-        # A parquet value is the text itself; a byte order mark belongs to files and lines.
-        encoding = "utf-8" if kind == "parquet" else "utf-8-sig"
-        try:
-            text = raw.decode(encoding)
-        except UnicodeDecodeError as error:
-            if mode == "error":
-                raise DataError(
-                    f"{place}: not UTF-8 text ({error.reason} at byte {error.start:,}); "
-                    f"{_REMEDY[kind]}"
-                ) from error
-            if mode == "skip":
-                return None, True
-            text, wrong = raw.decode(encoding, errors="replace"), True
-        if kind == "jsonl":
-            try:
-                text = self._json_text(text, place)
-            except DataError:
-                if wrong:
-                    # The wrong bytes are in the key, or in what makes the line a record.
-                    return None, True
-                raise
-        half = _SURROGATE.search(text)
-        if half is None:
-            return text.strip("\n") if kind == "separated" else text, wrong
-        if mode == "error":
-            raise DataError(
-                f"{place}: half a surrogate pair at character {half.start():,}, which is no text; "
-                f"{_REMEDY[kind]}"
-            )
-        return (None if mode == "skip" else _SURROGATE.sub("\ufffd", text)), True
-
-    def _json_text(self, line: str, place: str) -> str:
-        key = self._options.json_key
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            hint = "; it holds a NUL byte, which JSON writes as \\u0000" if "\0" in line else ""
-            raise DataError(f"{place}: not JSON ({error}){hint}") from error
-        found = f"the line has {type(record).__name__}"
-        if isinstance(record, dict):
-            if isinstance(record.get(key), str):
-                return record[key]
-            found = f"the line has {sorted(record)}"
-            found = f"it holds {json.dumps(record[key]):.40}" if key in record else found
-        raise DataError(f"{place}: no text under --json-key {key!r}; {found:.220}")
 
     def _cut(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, bool]:
         """Lengths and tokens of documents that end at the end-of-document id; an open end."""
@@ -185,6 +122,76 @@ class Encoder:
         if open_end:
             ends = np.append(ends, len(tokens))
         return np.diff(ends, prepend=0), tokens.astype(self._dtype), bool(open_end)
+
+
+def texts(batch: Batch, options: PrepareOptions, count: Counter[str]) -> Iterator[str]:
+    """A batch's documents as text; ``count``s empty, invalid and replaced ones.
+
+    Raises DataError: the first document that is no text or no JSON.
+    """
+    for raw, place in zip(batch.documents, batch.places, strict=True):
+        if batch.kind == "jsonl" and not raw.strip():
+            continue  # blank lines between records are no documents
+        text, wrong = _text(raw, place, batch.kind, options)
+        if text is None:
+            count["invalid"] += 1
+        elif text.strip():
+            count["replaced"] += wrong
+            yield text
+        else:
+            count["empty"] += 1
+
+
+def _text(raw: bytes, place: str, kind: str, options: PrepareOptions) -> tuple[str | None, bool]:
+    """The text of one raw document and whether anything in it was replaced; None: left out.
+
+    Raises DataError: it is not text and ``invalid_text`` says error; a line is no record.
+    """
+    mode, wrong = options.invalid_text, False
+    # A parquet value is the text itself; a byte order mark belongs to files and lines.
+    encoding = "utf-8" if kind == "parquet" else "utf-8-sig"
+    try:
+        text = raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        if mode == "error":
+            raise DataError(
+                f"{place}: not UTF-8 text ({error.reason} at byte {error.start:,}); {_REMEDY[kind]}"
+            ) from error
+        if mode == "skip":
+            return None, True
+        text, wrong = raw.decode(encoding, errors="replace"), True
+    if kind == "jsonl":
+        try:
+            text = _json_text(text, place, options.json_key)
+        except DataError:
+            if wrong:
+                # The wrong bytes are in the key, or in what makes the line a record.
+                return None, True
+            raise
+    half = _SURROGATE.search(text)
+    if half is None:
+        return text.strip("\n") if kind == "separated" else text, wrong
+    if mode == "error":
+        raise DataError(
+            f"{place}: half a surrogate pair at character {half.start():,}, which is no text; "
+            f"{_REMEDY[kind]}"
+        )
+    return (None if mode == "skip" else _SURROGATE.sub("\ufffd", text)), True
+
+
+def _json_text(line: str, place: str, key: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        hint = "; it holds a NUL byte, which JSON writes as \\u0000" if "\0" in line else ""
+        raise DataError(f"{place}: not JSON ({error}){hint}") from error
+    found = f"the line has {type(record).__name__}"
+    if isinstance(record, dict):
+        if isinstance(record.get(key), str):
+            return record[key]
+        found = f"the line has {sorted(record)}"
+        found = f"it holds {json.dumps(record[key]):.40}" if key in record else found
+    raise DataError(f"{place}: no text under --json-key {key!r}; {found:.220}")
 
 
 def part_path(parts: Path, number: int) -> Path:

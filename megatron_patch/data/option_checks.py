@@ -57,8 +57,6 @@ def check_effects(options: PrepareOptions, sources: list[Source]) -> None:
             "--document-separator: no input is plain text, and JSONL and parquet have a document a "
             "line or row; leave it out"
         )
-    if options.train_bpe is not None and not kinds <= {"file", "separated"}:
-        problems.append("--train-bpe reads plain text files only; train on a sample of the text")
     if problems:
         raise DataError(problems)
 

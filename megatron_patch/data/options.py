@@ -46,8 +46,7 @@ class PrepareOptions:
     """Its file, as data.tokenizer.path."""
     train_bpe: int | None = None
     """Train a byte-level BPE of so many ids on the inputs first and write it to --tokenizer-path
-    (with --tokenizer huggingface; text inputs only). A tokenizer of that size already there is
-    used as it is."""
+    (with --tokenizer huggingface). A tokenizer of that size already there is used as it is."""
     vocab_size: int | None = None
     """Number of ids, for tokenizer none."""
     eod_id: int | None = None

@@ -9,12 +9,11 @@ the result is the same bytes for any number of workers and interruptions.
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import platform
 import shutil
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -28,8 +27,15 @@ from pathlib import Path
 import numpy as np
 
 from megatron_patch.data import tokenizers
-from megatron_patch.data.compression import opened
-from megatron_patch.data.encode import Encoder, PartHeader, part_path, read_part, start_worker, work
+from megatron_patch.data.encode import (
+    Encoder,
+    PartHeader,
+    part_path,
+    read_part,
+    start_worker,
+    texts,
+    work,
+)
 from megatron_patch.data.errors import DataError
 from megatron_patch.data.indexed import dtype_for, write_index
 from megatron_patch.data.manifest import (
@@ -136,16 +142,13 @@ def _train_tokenizer(options: PrepareOptions, sources: list[Source]) -> None:
     """Write the tokenizer file of ``--train-bpe``, or check the one an earlier run left."""
     size, path = options.train_bpe, options.tokenizer_path
     assert size is not None and path is not None, "checked when preparing starts"
-    files = {file.path: file.content.packing for source in sources for file in source.files}
     if Path(path).exists():
         _log([] if options.quiet else [f"--train-bpe: {path} is there already and used as it is"])
     else:
-
-        def read(file: Path) -> str:
-            with opened(file, files[file]) as (stream, _):
-                return io.TextIOWrapper(stream, encoding="utf-8", errors="replace").read()
-
-        tokenizers.train_bpe(files, size, path, read=read)
+        batches = read_batches(sources, options)
+        documents = (text for batch in batches for text in texts(batch, options, Counter()))
+        with _errors_of_disk(path):
+            tokenizers.train_bpe(documents, size, path)
     found = _tokenizer(options).vocab_size
     if found != size:
         raise DataError(

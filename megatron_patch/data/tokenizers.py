@@ -203,30 +203,32 @@ _KINDS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
 }
 
 
+BPE_SIZES = range(257, (1 << 20) + 1)
+"""Bytes and an end of document at least. The trainer reserves memory for all ids at once, and
+aborts the process where it gets none."""
+
+
 def train_bpe(
-    documents: Iterable[str | Path],
-    vocab_size: int,
-    out: str | Path,
-    *,
-    eod: str = EOD_NAMES[0],
-    read: Callable[[Path], str] = lambda path: path.read_text("utf-8", "replace"),
+    texts: Iterable[str], vocab_size: int, out: str | Path, *, eod: str = EOD_NAMES[0]
 ) -> Path:
-    """Train a byte-level BPE on UTF-8 text files and write it as ``tokenizer.json``.
+    """Train a byte-level BPE on texts and write it as ``tokenizer.json``.
 
-    The result is a function of the files, their order and ``vocab_size``: two calls write the
-    same bytes. Id 0 is ``eod``, ids 1..256 are the bytes, so any text can be encoded. ``read``
-    opens a path that is not plain text.
+    The result is a function of the texts and ``vocab_size``: two calls write the same bytes. Id 0
+    is ``eod``, ids 1..256 are the bytes, so any text can be encoded.
 
-    Raises DataError: no files, a vocabulary below 257, or ``out`` exists.
+    Raises:
+        DataError: ``vocab_size`` is not in ``BPE_SIZES``, or ``out`` exists.
+        OSError: it cannot be written.
     """
     from tokenizers import Tokenizer as Native
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    paths, target = [Path(p) for p in documents], Path(out)
-    if vocab_size < 257:
-        raise DataError(f"vocab_size {vocab_size}: byte-level BPE needs at least 257 ids")
-    if not paths:
-        raise DataError("no text files to train a tokenizer on")
+    target = Path(out)
+    if vocab_size not in BPE_SIZES:
+        raise DataError(
+            f"--train-bpe {vocab_size}: a byte-level BPE has {BPE_SIZES[0]} to {BPE_SIZES[-1]:,} "
+            "ids; usual are 32768 to 131072"
+        )
     if target.exists():
         raise DataError(f"{target} exists already; remove it or choose another name")
     native = Native(models.BPE())
@@ -238,8 +240,8 @@ def train_bpe(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    native.train_from_iterator((read(path) for path in paths), trainer=trainer)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)  # before the work: it may be refused
+    native.train_from_iterator(texts, trainer=trainer)
     write_named(target, native.to_str(pretty=False))
     return target
 

@@ -71,13 +71,20 @@ def write(job: Job, loaded: Loaded) -> Path:
 def submit(job: Job, loaded: Loaded) -> str:
     """Write, test and submit ``job``; returns the job id.
 
-    Raises LaunchError: a job has the run directory already, or Slurm refuses the script.
+    Raises LaunchError: a job has the run directory already, it cannot be written, or Slurm refuses
+    the script.
     """
     for tool in ("sbatch", "squeue"):
         if shutil.which(tool) is None:
             raise LaunchError(f"{tool} is not on PATH: launch on a login node of the cluster")
-    refuse_second(job)
-    script = write(job, loaded)
+    try:
+        refuse_second(job)
+        script = write(job, loaded)
+    except OSError as error:
+        raise LaunchError(
+            f"run_dir {job.run_dir}: cannot be used ({error.strerror}: {error.filename}); move "
+            "away what is in the way, make it writable, or choose another run_dir"
+        ) from error
     tested = _call(["sbatch", "--test-only", str(script)], job.work_dir)
     if tested.returncode != 0:
         raise LaunchError(

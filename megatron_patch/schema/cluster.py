@@ -252,7 +252,9 @@ class ClusterConfig:
         ]
         for key, value, pattern, wanted in checks:
             if value is not None and not pattern.fullmatch(value):
-                yield Problem(f"cluster.{key}", f"{value[:80]!r} is not {wanted}; rename it")
+                yield Problem(
+                    f"cluster.{key}", f"{value[:80]!r} is not {wanted}; write or name it so"
+                )
 
     def _sbatch(self) -> Iterator[Problem]:
         names = []

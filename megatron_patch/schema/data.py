@@ -42,8 +42,9 @@ class TokenizerConfig:
         if self.kind == "none":
             if self.vocab_size is None:
                 yield Problem(f"{path}.vocab_size", "kind 'none' needs the number of token ids")
-            elif self.vocab_size < 1:
-                yield Problem(f"{path}.vocab_size", f"{self.vocab_size} is not a positive number")
+            elif not 1 <= self.vocab_size <= 1 << 31:
+                text = f"{self.vocab_size} is not 1 to 2147483648, the ids that an int32 holds"
+                yield Problem(f"{path}.vocab_size", text)
         elif self.vocab_size is not None:
             yield Problem(
                 f"{path}.vocab_size",

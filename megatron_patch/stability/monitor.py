@@ -124,7 +124,7 @@ class AttentionMonitor:
             site = next(iter(self.watched.sites), None)
             attention = from_first(site and site.numerics) or ""
         self._attention = attention
-        self._resumed = False
+        self._resumed, self._step = False, 0
         self._reset()
 
     def _reset(self) -> None:
@@ -252,7 +252,13 @@ class AttentionMonitor:
     # ------------------------------------------------------------------- step
 
     def before_step(self, step: int) -> None:
-        """``step`` (1-based) begins. Collective at the first one, where `resume` was not called."""
+        """``step`` (1-based) begins. Collective at the first one, where `resume` was not called.
+
+        Raises ValueError: it is none.
+        """
+        if step < 1:
+            raise ValueError(f"before_step({step}): steps are counted from 1")
+        self._step = step
         if not self._resumed:
             self.resume(step - 1)
         self._observing = self.options.enabled and step % self.options.interval == 0
@@ -313,7 +319,14 @@ class AttentionMonitor:
             lr: of the update; default: the optimizer's first group's.
 
         Returns the record of an earlier step, if one has arrived.
+
+        Raises ValueError: no loss where one is due, or not the step that began.
         """
+        if step != self._step:
+            raise ValueError(
+                f"after_step({step}) after before_step({self._step}): nothing of that step was "
+                "watched; call both with the same step, counted from 1"
+            )
         self.observer.disarm()
         for path in self.capturer.saved:
             self._log(f"captured {path.name}")

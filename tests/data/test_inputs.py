@@ -442,14 +442,29 @@ def test_token_files_are_looked_into_too(tmp_path, name, data, reason):
     assert np.fromfile(tmp_path / "out.bin", dtype="<u2").tolist() == ids.tolist()
 
 
-def test_a_tokenizer_is_trained_on_decompressed_text(tmp_path):
+def test_a_tokenizer_is_trained_on_the_documents_of_any_kind_of_input(tmp_path):
+    """The README's command trains on compressed JSONL."""
+    pa, pq = (pytest.importorskip(f"pyarrow{name}") for name in ("", ".parquet"))
     text = "\n".join(documents(200, seed=1))
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     (tmp_path / "b.txt.xz").write_bytes(lzma.compress(text.encode()))
-    for name in ("a.txt", "b.txt.xz"):
-        changes = {"tokenizer": "huggingface", "tokenizer_path": str(tmp_path / f"{name}.json")}
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(lines([text])))
+    pq.write_table(pa.table({"text": [text]}), tmp_path / "d.parquet")
+    trained = set()
+    for name in ("a.txt", "b.txt.xz", "c.jsonl.gz", "d.parquet"):
+        tokenizer = tmp_path / f"{name}.json"
+        changes = {"tokenizer": "huggingface", "tokenizer_path": str(tokenizer)}
         make(tmp_path / f"o{name}", tmp_path / name, train_bpe=300, **changes)
-    assert (tmp_path / "a.txt.json").read_bytes() == (tmp_path / "b.txt.xz.json").read_bytes()
+        trained.add(tokenizer.read_bytes())
+    assert len(trained) == 1
+
+
+def test_a_tokenizer_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "file").touch()
+    changes = {"tokenizer": "huggingface", "tokenizer_path": str(tmp_path / "file" / "t.json")}
+    text = refusal(tmp_path, tmp_path / "a.txt", train_bpe=257, **changes)
+    assert "t.json: cannot be written (" in text
 
 
 def test_pyarrow_is_asked_for_only_where_it_is_needed(tmp_path, monkeypatch):

@@ -138,12 +138,9 @@ EFFECTS: list[tuple[str, object, tuple[str, str, str, str, str]]] = [
 ]  # fmt: skip
 BPE = {"tokenizer": "huggingface", "tokenizer_path": "{tmp}/tok.json"}
 TOGETHER: list[tuple[dict, tuple[str, str, str, str, str]]] = [
-    (
-        {"train_bpe": 270, **BPE},
-        (EFFECT, "plain text files only", "plain text files only", TOKENS, EFFECT),
-    ),
+    ({"train_bpe": 270, **BPE}, (EFFECT, EFFECT, EFFECT, TOKENS, EFFECT)),
     ({**BPE}, ("--tokenizer-path: no tokenizer.json file",) * 5),
-    ({"train_bpe": 270, "eod_id": 300, **BPE}, (BEYOND, "plain", "plain", TOKENS, BEYOND)),
+    ({"train_bpe": 270, "eod_id": 300, **BPE}, (BEYOND, BEYOND, BEYOND, TOKENS, BEYOND)),
     ({"tokenizer": "none", "vocab_size": 300, "eod_id": 300}, ("--eod-id: 300 is not below",) * 5),
     ({"tokenizer": "none", "vocab_size": 300}, ("--eod-id: documents end",) * 5),
     ({"json_key": "text", "format": "auto"}, (EFFECT, EFFECT, EFFECT, "binary", EFFECT)),

@@ -32,7 +32,8 @@ def text_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def bpe(text_files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tokenizers.train_bpe(text_files, 300, tmp_path_factory.mktemp("bpe") / "tok.json")
+    texts = [path.read_text("utf-8") for path in text_files]
+    return tokenizers.train_bpe(texts, 300, tmp_path_factory.mktemp("bpe") / "tok.json")
 
 
 def huggingface(path: Path, **more: object) -> tokenizers.Tokenizer:
@@ -50,8 +51,9 @@ def test_bytes_round_trip(text):
 
 def test_bpe_training_repeats_bit_for_bit_in_another_process(text_files, bpe, tmp_path):
     code = (
-        "import sys; from megatron_patch.data import tokenizers; "
-        "tokenizers.train_bpe(sys.argv[2:], 300, sys.argv[1])"
+        "import pathlib, sys; from megatron_patch.data import tokenizers; "
+        "texts = [pathlib.Path(name).read_text('utf-8') for name in sys.argv[2:]]; "
+        "tokenizers.train_bpe(texts, 300, sys.argv[1])"
     )
     other = tmp_path / "again.json"
     subprocess.run(
@@ -67,13 +69,12 @@ def test_bpe_training_repeats_bit_for_bit_in_another_process(text_files, bpe, tm
     assert len(tokenizer.encode(TEXT)) < len(TEXT.encode())
 
 
-def test_bpe_refusals(text_files, bpe, tmp_path):
-    with pytest.raises(DataError, match="at least 257"):
-        tokenizers.train_bpe(text_files, 100, tmp_path / "t.json")
+def test_bpe_refusals(bpe, tmp_path):
+    for size in (-1, 100, 99_999_999_999_999):
+        with pytest.raises(DataError, match=rf"--train-bpe {size}: .* 257 to 1,048,576 ids"):
+            tokenizers.train_bpe([TEXT], size, tmp_path / "t.json")
     with pytest.raises(DataError, match="exists already"):
-        tokenizers.train_bpe(text_files, 300, bpe)
-    with pytest.raises(DataError, match="no text files"):
-        tokenizers.train_bpe([], 300, tmp_path / "t.json")
+        tokenizers.train_bpe([TEXT], 300, bpe)
 
 
 def test_text_cannot_contain_the_end_of_a_document(bpe):
@@ -219,3 +220,6 @@ def test_contradictions_are_reported_together():
     with pytest.raises(DataError) as caught:
         tokenizers.build(TokenizerConfig(kind="none", path="x", eod_id=-1))
     assert len(caught.value.problems) == 3
+    for size in (0, -3, (1 << 31) + 1):
+        with pytest.raises(DataError, match=f"vocab_size: {size} is not 1 to 2147483648"):
+            tokenizers.build(TokenizerConfig(kind="none", vocab_size=size))

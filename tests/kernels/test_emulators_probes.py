@@ -89,6 +89,16 @@ def test_dynamic_max_trades_the_bias_for_a_larger_error() -> None:
     assert dynamic.rms > 1.3 * plain.rms
 
 
+def test_the_dynamic_shift_is_emulated_in_float32() -> None:
+    """Where a run in FP32 was captured, `megatron-patch probe` asks for it."""
+    q, k, v, dout = torch.randn(4, 1, 1, 8, 16, generator=torch.Generator().manual_seed(1)).unbind()
+    found, plain = (
+        emulate(q, k, v, dout, rounding=replace(rule, dtype=torch.float32))
+        for rule in (DYNAMIC_MAX, FLASH2)
+    )
+    torch.testing.assert_close(found.dq, plain.dq)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_published_rule_loses_rows_that_the_bounded_one_keeps(dtype: torch.dtype) -> None:
     """Repeated maxima of 220 and -200 in turn, and at last a row of small scores."""

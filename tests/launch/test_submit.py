@@ -89,6 +89,13 @@ def test_the_kind_of_gpu_decides(launch, capsys):
     assert "'v100' is not one of a100" in capsys.readouterr().err
 
 
+def test_a_run_directory_that_cannot_be_written_is_refused(launch, shims, capsys):
+    (shims.folder / "file").touch()
+    assert launch("--set", "run_dir=file/run") == 2
+    assert "cannot be used (Not a directory: " in capsys.readouterr().err
+    assert shims.calls("sbatch") == []
+
+
 def test_without_slurm(launch, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", os.fspath(tmp_path))
     assert launch() == 2

@@ -6,9 +6,9 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,12 +73,14 @@ def loop(
     steps: int = 4,
     library: str = "",
     dtype: torch.dtype = torch.float32,
+    calls: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> list[Any]:
     """A plain training loop with the monitor in it; the records that it was given."""
     model = Net().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    watched = watch(model, r"blocks\.\d+\.attend", heads=H, kv_heads=KV, library=library)
+    shape = {"heads": H, "kv_heads": KV} | dict(calls)
+    watched = watch(model, r"blocks\.\d+\.attend", library=library, **shape)
     monitor = AttentionMonitor(
         watched, optimizer, directory=folder, **({"options": EVERY} | options)
     )
@@ -157,6 +159,25 @@ def test_what_cannot_be_watched_is_refused(tmp_path):
         watch(Net(), "nothing", heads=H)
     with pytest.raises(ValueError, match="no number"):
         watch(Net(), "head", heads=H)
+    for wrong, message in (
+        ({"heads": 0}, "heads 0, kv_heads 0: positive"),
+        ({"kv_heads": 3}, "heads 4, kv_heads 3: .* divide"),
+        ({"order": "bsdh"}, "order 'bsdh': use one of 'bshd', 'bhsd', 'sbhd'"),
+        ({"library": "ours"}, "library 'ours': use one of '', 'compensated'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            watch(Net(), ".*attend", **({"heads": H} | wrong))
+    with pytest.raises(ValueError, match="no regular expression"):
+        watch(Net(), "(", heads=H)
+    for n, calls in enumerate(({"heads": 2 * H}, {"order": "bhsd"}, {"kv_heads": 1})):
+        with pytest.raises(ValueError, match=r"blocks\.0\.attend is called with .*correct names"):
+            loop(tmp_path / str(n), calls=calls)
+    with pytest.raises(ValueError, match="counted from 1"):
+        loop(tmp_path, start=-1)
+    with pytest.raises(ValueError, match=r"after_step\(9\) after before_step\(0\)"):
+        AttentionMonitor(watch(Net(), r".*\d\.attend", heads=H), directory=tmp_path).after_step(
+            9, loss=1.0
+        )
     with pytest.raises(ValueError, match="put our core attention into the model"):
         loop(tmp_path, options=MonitorOptions(guard="switch"))
     with pytest.raises(ValueError, match="interval"):
@@ -209,6 +230,7 @@ def test_a_hugging_face_model(tmp_path, implementation, monkeypatch):
     asked = [Pin(3), Stop("by the test", StabilityStop.of("by the test", 3))]
     monkeypatch.setattr(AttentionMonitor, "switched", lambda self, found: asked)
     events.on_step_begin(args, state, control)
+    state.global_step += 1
     events.on_step_end(args, state, control)
     assert control.should_save and control.should_training_stop
     with pytest.raises(StabilityStop):

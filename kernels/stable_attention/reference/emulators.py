@@ -113,7 +113,9 @@ def _shift(s: torch.Tensor, rounding: Rounding, gen: torch.Generator) -> torch.T
         repeated = (s >= m - rounding.eps).sum(-1, keepdim=True) > 1
         moved = torch.where(m > 0, rounding.beta * m, torch.zeros_like(m))
         if rounding.bounded:
-            moved = moved.clamp(m, m + DYNAMIC_BOUND[rounding.dtype] * math.log(2))
+            # As the kernels': float32 has the range of BF16.
+            bound = DYNAMIC_BOUND.get(rounding.dtype, DYNAMIC_BOUND[torch.bfloat16])
+            moved = moved.clamp(m, m + bound * math.log(2))
         return torch.where(repeated & (m != 0), moved, m)
     return m
 
