@@ -33,7 +33,9 @@ from stable_attention.hopper.barriers import (
     wait_for_turn,
 )
 from stable_attention.hopper.dropout import dropped, kept_bits
+from stable_attention.hopper.excess import adder
 from stable_attention.hopper.producer import PAIR, backward_producer
+from stable_attention.hopper.rows import ENOUGH
 from stable_attention.hopper.softmax import product_layout, softened
 from stable_attention.hopper.tiles import (
     batch_of,
@@ -116,9 +118,19 @@ def _step(
     )
     if not T.AHEAD:
         s, dp_made = warpgroup_mma_wait(1, deps=(s_made, dp_made))
-    shift = smem.shift.index(slot).reshape((T.BM,)).load(columns)
+    shift_s = smem.shift.index(slot)
     s = softened(s, softmax.steepness, T.CAPPED)
-    p = gl.exp2(s * softmax.unit - gl.expand_dims(shift, 0))
+    if T.PROJECT:
+        planes = shift_s.reshape((2 * T.BM,))
+        x = s * softmax.unit - gl.expand_dims(planes.slice(0, T.BM).load(columns), 0)
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        # Where one plane of LSE is enough (`rows`), nothing is taken off each score.
+        if gl.max(planes.slice(T.BM, 1).load(one), 0) < ENOUGH:
+            x = x - gl.expand_dims(planes.slice(T.BM, T.BM).load(columns), 0)
+        p = gl.exp2(x)
+    else:
+        shift = shift_s.reshape((T.BM,)).load(columns)
+        p = gl.exp2(s * softmax.unit - gl.expand_dims(shift, 0))
     if T.BAND:
         # Of the first query and this consumer's first key: which keys it may see.
         middle = m * T.BM + (item.keys - item.queries) - (item.n * T.BN + W * 64)
@@ -294,7 +306,7 @@ def _consumer(gradients, smem, items, softmax, drop, W: gl.constexpr, T: gl.cons
 
 
 @gluon.jit
-def _writer(sum_desc, turns, smem, items, W: gl.constexpr, T: gl.constexpr):
+def _writer(sum_desc, excess_desc, turns, smem, items, W: gl.constexpr, T: gl.constexpr):
     """Every second dQ tile: await the turn, store or add, free the buffer once it has been read,
     pass the turn on once all is written."""
     dq_s = smem.dq.slots
@@ -336,6 +348,14 @@ def _writer(sum_desc, turns, smem, items, W: gl.constexpr, T: gl.constexpr):
                 if T.BM == 128:
                     second_row = row + 64
                     column = 0
+                if T.PROJECT:
+                    # Tiles have the same slots in both rings, this writer's the slot W.
+                    mbarrier.wait(smem.excess.full.index(W), (number >> 1) & 1)
+                    excess = smem.excess.slots.index(W)
+                    if turn == 0:
+                        tma.async_copy_shared_to_global(excess_desc, [tile, 0], excess)
+                    elif turn > 0:
+                        tma_add(excess_desc, [tile, 0], excess)
                 if turn == 0:
                     tma.async_copy_shared_to_global(sum_desc, [row, 0], dq_s.index(0))
                     tma.async_copy_shared_to_global(sum_desc, [second_row, column], dq_s.index(1))
@@ -344,6 +364,8 @@ def _writer(sum_desc, turns, smem, items, W: gl.constexpr, T: gl.constexpr):
                     tma_add(sum_desc, [second_row, column], dq_s.index(1))
                 tma.store_wait(0)
                 mbarrier.arrive(smem.dq.empty, count=1)
+                if T.PROJECT:
+                    mbarrier.arrive(smem.excess.empty.index(W), count=1)
                 if turn >= 0:
                     pass_turn(turns + tile)
             done += count * T.GROUP
@@ -381,18 +403,25 @@ def _new_memory(inputs, sum_desc, T: gl.constexpr):
     do_s = gl.allocate_shared_memory(dtype, [PAIR, T.BM, T.D], tile_l)
     k_s = gl.allocate_shared_memory(dtype, [T.BN, T.D], tile_l)
     v_s = gl.allocate_shared_memory(dtype, [T.BN, T.D], tile_l)
-    shift_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, T.BM], inputs.shift_desc.layout)
+    PLANES: gl.constexpr = 2 if T.PROJECT else 1
+    row_l: gl.constexpr = inputs.shift_desc.layout
+    shift_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, PLANES * T.BM], row_l)
     delta_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, T.BM], inputs.delta_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T.BN, T.BM], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [PAIR, T.BN, T.BM], ds_layout)
     out_s = gl.allocate_shared_memory(dtype, [2, 64, T.D], tile_l)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, DQ], sum_desc.layout)
     item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    excess = None
+    if T.PROJECT:
+        excess_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, T.BM], row_l)
+        excess = _ring(excess_s, 1, 1)
+    READERS: gl.constexpr = 3 if T.PROJECT else 2
     return bundles.BackwardMemory(
-        item=_ring(item_s, 1, 4), k=_one_slot(k_s), v=_one_slot(v_s), q=_ring(q_s, 1, 2),
-        do=_ring(do_s, 1, 2), ds=_ring(ds_s, 2, 2),
+        item=_ring(item_s, 1, 2 + READERS), k=_one_slot(k_s), v=_one_slot(v_s), q=_ring(q_s, 1, 2),
+        do=_ring(do_s, 1, 2), ds=_ring(ds_s, 2, READERS),
         dq=bundles.Ring(dq_s, new_barriers(2, PAIR), new_barriers(1, 1).index(0)),
-        shift=shift_s, delta=delta_s, out=out_s,
+        shift=shift_s, delta=delta_s, out=out_s, excess=excess,
     )  # fmt: skip
 
 
@@ -404,7 +433,7 @@ def _new_memory(inputs, sum_desc, T: gl.constexpr):
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_desc, dv_desc, sum_desc,
-    turns, counter, places, part_ptr, seed_ptr,
+    excess_desc, rank_ptr, turns, counter, places, part_ptr, seed_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
     stride_dkb, stride_dkh, stride_dvb, stride_dvh,
     sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, unit,
@@ -412,10 +441,10 @@ def backward_kernel(
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
     CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, DROPOUT: gl.constexpr,
     EVEN: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, SUMS: gl.constexpr,
-    AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    AHEAD: gl.constexpr, PROJECT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     T: gl.constexpr = bundles.BackwardTraits(
-        BM, BN, D, GROUP, SPLITS, CAUSAL, BAND, PACKED, EVEN, CAPPED, DROPOUT, SUMS, AHEAD
+        BM, BN, D, GROUP, SPLITS, CAUSAL, BAND, PACKED, EVEN, CAPPED, DROPOUT, SUMS, AHEAD, PROJECT
     )
     items = bundles.Items(
         counter, places, sq, sk, left, right,
@@ -439,17 +468,32 @@ def backward_kernel(
     drop = bundles.Dropout(seed_ptr, threshold, batch_offset, head_offset, keep_scale)
     smem = _new_memory(inputs, sum_desc, T)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_consumer, (gradients, smem, items, softmax, drop, 0, T)),
-            (_consumer, (gradients, smem, items, softmax, drop, 1, T)),
-            (backward_producer, (inputs, smem, items, T)),
-            (_writer, (sum_desc, turns, smem, items, 0, T)),
-            (_writer, (sum_desc, turns, smem, items, 1, T)),
-        ],
-        [4, 1, 1, 1],
-        [REGISTERS, 24, 24, 24],
-    )
+    if PROJECT:
+        SMALL: gl.constexpr = 504 - 2 * REGISTERS  # what consumers leave to each of the others
+        gl.warp_specialize(
+            [
+                (_consumer, (gradients, smem, items, softmax, drop, 0, T)),
+                (_consumer, (gradients, smem, items, softmax, drop, 1, T)),
+                (backward_producer, (inputs, smem, items, T)),
+                (_writer, (sum_desc, excess_desc, turns, smem, items, 0, T)),
+                (_writer, (sum_desc, excess_desc, turns, smem, items, 1, T)),
+                (adder, (rank_ptr, smem, items, T)),
+            ],
+            [4, 1, 1, 1, 1],
+            [REGISTERS, SMALL, SMALL, SMALL, SMALL],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (gradients, smem, items, softmax, drop, 0, T)),
+                (_consumer, (gradients, smem, items, softmax, drop, 1, T)),
+                (backward_producer, (inputs, smem, items, T)),
+                (_writer, (sum_desc, None, turns, smem, items, 0, T)),
+                (_writer, (sum_desc, None, turns, smem, items, 1, T)),
+            ],
+            [4, 1, 1, 1],
+            [REGISTERS, 24, 24, 24],
+        )
 
 
 __all__ = ["backward_kernel", "new_barriers"]

@@ -53,11 +53,15 @@ from stable_attention.triton import forward as portable_forward
 from stable_attention.triton.launches import Arguments, launch
 from stable_attention.triton.results import ForwardResult, allocate, new_gradients
 
+PROJECTING = 232
+"""Registers of a consumer where another warp reads dS: the rest is for that."""
 L2_FORWARD = {True: 32 * 2**20, False: 8 * 2**20}
 """The same of the K and V that a group of query heads reads in the forward pass."""
 SEGMENT = 2048
 """Keys that the tensor cores add up before "compensated" adds in float32. `numerics.truncation` of
 them, 8e-6, is within the 1e-5 of RMS(delta) that its mean error may have at any length."""
+NOTHING = (None,) * 4
+"""What `sum_kernel` takes off a gradient of which nothing is."""
 
 
 def forward(
@@ -89,6 +93,9 @@ def forward(
             with_lse=with_lse,
         )  # fmt: skip
     lse, row = (x if x.numel() else None for x in (result.lse, result.row_lse))
+    rest = None
+    if problem.planes > 1:
+        row, rest = result.row_lse.unbind()
     sinks = extras.sinks if problem.has_sinks else None
     for part, cut in _parts(problem, found):
         plan = planned(part)
@@ -99,7 +106,7 @@ def forward(
             (
                 *(cut(x, True) for x in (q, k, v, result.out, low)),
                 cut(lse), cut(row), result.max_logits if with_max_logits else None, sinks,
-                counter, places,
+                cut(rest), counter, places,
             ),
             functools.partial(_forward_arguments, plan),
             own=2,
@@ -164,12 +171,16 @@ def backward(
             problem, dout, q, k, v, lse=lse, delta=delta, extras=extras,
             accumulators=accumulators, gradients=(dq, dk, dv),
         )  # fmt: skip
+    rest = target = None
+    if problem.planes > 1:
+        lse, rest = lse.unbind()
+        if delta.dim() > lse.dim():
+            delta, target, _ = delta.unbind()
     for part, cut in _parts(problem, found):
         _launch(
             planned(part),
             *(cut(x, True) for x in (q, k, v, dout, dq, dk, dv)),
-            lse=cut(lse),
-            delta=cut(delta),
+            numbers=tuple(cut(x) for x in (lse, delta, rest, target)),
             extras=extras,
             add=add,
         )
@@ -207,26 +218,33 @@ def _launch(
     dk: torch.Tensor,
     dv: torch.Tensor,
     *,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
+    numbers: tuple[torch.Tensor | None, ...],
     extras: Extras,
     add: bool,
 ) -> None:
+    """numbers: of rows, LSE and delta; of a projecting stabilizer LSE's second plane too, and what
+    rows of dS sum to where that is not 0."""
+    lse, delta, rest, target = numbers
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
     bm, bn = TILES[problem.d]
     tiles = plan.entries * problem.heads * plan.backward_tiles
     new = functools.partial(torch.empty, device=q.device)
     wide = problem.d > 128
     shift, padded = new((2, tiles, bm), dtype=torch.float32).unbind()
+    excess = rank = None
+    if rest is not None:
+        shift = new((tiles, 2 * bm), dtype=torch.float32)
+        excess = new((tiles, bm), dtype=torch.float32)
+        rank = new((tiles, bm), dtype=torch.int32)
     turns = None if wide else new(tiles, dtype=torch.int32)
     counter, places = _places(plan, extras, q.device, backward=True)
     of_queries, of_keys = (None, None) if places is None else places.unbind()
     launch(
         rows_kernel,
         (plan,),
-        (lse, delta, shift, padded, turns, counter, of_queries),
+        (lse, delta, rest, shift, padded, rank, turns, counter, of_queries),
         functools.partial(_rows_arguments, plan),
-        own=5,
+        own=6,
     )
     if wide:
         launch(
@@ -256,24 +274,25 @@ def _launch(
         (
             q, k, v, dout, *((None, None) if add else (dk, dv)),
             extras.seed if problem.dropout_p > 0 else None,
-            shift, padded, sums, turns, counter, of_keys, partial,
+            shift, padded, sums, excess, rank, turns, counter, of_keys, partial,
         ),
         functools.partial(_backward_arguments, plan),
-        own=7,
+        own=9,
     )  # fmt: skip
     touched = turns if plan.band else None
-    todo = [(dq, sums, touched, of_queries, False, problem.scale)]
+    found = (k, target, excess, rank) if rest is not None else NOTHING
+    todo = [(dq, sums, found, touched, of_queries, False, problem.scale)]
     if partial is not None:
         of_k, of_v = partial.unbind()
         todo += [
-            (dk, of_k, None, of_keys, True, problem.scale),
-            (dv, of_v, None, of_keys, True, 1.0),
+            (dk, of_k, NOTHING, None, of_keys, True, problem.scale),
+            (dv, of_v, NOTHING, None, of_keys, True, 1.0),
         ]
-    for out, total, adds, table, keys, scale in todo:
+    for out, total, found, adds, table, keys, scale in todo:
         launch(
             sum_kernel,
             (plan, keys, scale, add),
-            (out, total, adds, None if places is None else counter, table),
+            (out, *found, total, adds, None if places is None else counter, table),
             functools.partial(_sum_arguments, plan, keys, scale, add),
             own=4,
         )
@@ -291,7 +310,8 @@ def _rows_arguments(plan: Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> Ar
 
 def _sum_arguments(
     plan: Plan, keys: bool, scale: float, add: bool,
-    out: torch.Tensor, total: torch.Tensor, *others: Any,
+    out: torch.Tensor, k: torch.Tensor | None, target: torch.Tensor | None,
+    excess: torch.Tensor | None, rank: torch.Tensor | None, total: torch.Tensor, *others: Any,
 ) -> Arguments:  # fmt: skip
     problem = plan.problem
     bm, bn = TILES[problem.d]
@@ -300,8 +320,16 @@ def _sum_arguments(
         if keys
         else (problem.heads, problem.sq, plan.backward_tiles, bm)
     )
+    # None is no argument of a compiled kernel: calls without keep their code.
+    carrier: tuple[int | None, ...] = (None,) * 7
+    if k is not None:
+        rows_of = (0, 0)
+        if target is not None:
+            rows_of = (0, target.stride(0)) if problem.varlen else target.stride()[:2]
+        carrier = (*rows_of, *strides(k, problem.layout), problem.sk, problem.group)
     positional = (
         total, out, *others, *strides(out, problem.layout), length, heads, tiles, scale,
+        excess, rank, target, k, *carrier,
     )  # fmt: skip
     named: dict[str, object] = {
         "ROWS": rows, "D": problem.d, "PARTS": plan.parts if keys else 1,
@@ -322,6 +350,7 @@ def _forward_arguments(
     row: torch.Tensor | None,
     max_logits: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    rest: torch.Tensor | None,
     counter: torch.Tensor,
     places: torch.Tensor | None,
 ) -> Arguments:
@@ -337,7 +366,7 @@ def _forward_arguments(
         tiled(q, layout, 64, columns), tiled(k, layout, bn, columns), tiled(v, layout, bn, dv),
         None if partial else tiled(out, layout, 64, tile.out),
         None if low is None else tiled(low, layout, 64, tile.out),
-        out if partial else None, lse, row, max_logits, sinks, counter, places,
+        out if partial else None, lse, row, max_logits, sinks, rest, counter, places,
         *(s for x in (q, k, v, out) for s in steps(x, layout)),
         strides(out, layout)[1] if partial else None,
         problem.sq, problem.sk, problem.tq if problem.varlen else problem.sq, *bounds,
@@ -372,6 +401,7 @@ def _backward_arguments(
     shift: torch.Tensor,
     delta: torch.Tensor,
     sums: torch.Tensor,
+    excess: torch.Tensor | None,
     *small: torch.Tensor | None,
 ) -> Arguments:
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
@@ -384,7 +414,7 @@ def _backward_arguments(
         of_rows(shift), of_rows(delta),
         *(None if x is None else tiled(x, layout, 64) for x in (dk, dv)),
         described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
-        *small, seed,
+        None if excess is None else of_rows(excess), *small, seed,
         *(s for x in (q, k, v, dout, dk, dv) for s in ((0, 0) if x is None else steps(x, layout))),
         problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
         head_block(problem, parts), problem.kv_heads * parts,
@@ -398,9 +428,9 @@ def _backward_arguments(
         "GROUP": problem.group // parts, "SPLITS": parts,
         "SUMS": small[-1] is not None,
         # At d = 64 the scores of the next tile have no registers left.
-        "AHEAD": d == 128,
+        "AHEAD": d == 128, "PROJECT": excess is not None,
         # Of a consumer; what the kernel starts with leaves these to it.
-        "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
+        "REGISTERS": 240 if excess is None else PROJECTING, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
     return (min(heads * key_tiles, processors(q.device)),), positional, named
 
