@@ -163,7 +163,11 @@ def _step(
     ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
     mbarrier.wait(smem.ds.empty.index(slot), parity ^ 1)
     ds_s.index(slot).slice(W * 64, 64).store(ds)
-    ds_operand = gl.convert_layout(ds, A_L)
+    if T.PROJECT and T.AHEAD:
+        # The reader of dS has the registers that it would take; all of it lies there by the arrival.
+        ds_operand = ds_s.index(slot).slice(W * 64, 64)
+    else:
+        ds_operand = gl.convert_layout(ds, A_L)
     fence_async_shared()
     mbarrier.arrive(smem.ds.full.index(slot), count=1)
     before = slot ^ 1
@@ -306,7 +310,7 @@ def _consumer(gradients, smem, items, softmax, drop, W: gl.constexpr, T: gl.cons
 
 
 @gluon.jit
-def _writer(sum_desc, excess_desc, turns, smem, items, W: gl.constexpr, T: gl.constexpr):
+def _writer(sum_desc, excess, turns, smem, items, W: gl.constexpr, T: gl.constexpr):
     """Every second dQ tile: await the turn, store or add, free the buffer once it has been read,
     pass the turn on once all is written."""
     dq_s = smem.dq.slots
@@ -350,12 +354,12 @@ def _writer(sum_desc, excess_desc, turns, smem, items, W: gl.constexpr, T: gl.co
                     column = 0
                 if T.PROJECT:
                     # Tiles have the same slots in both rings, this writer's the slot W.
-                    mbarrier.wait(smem.excess.full.index(W), (number >> 1) & 1)
-                    excess = smem.excess.slots.index(W)
+                    mbarrier.wait(excess.ring.full.index(W), (number >> 1) & 1)
+                    of_rows = excess.ring.slots.index(W)
                     if turn == 0:
-                        tma.async_copy_shared_to_global(excess_desc, [tile, 0], excess)
+                        tma.async_copy_shared_to_global(excess.sum_desc, [tile, 0], of_rows)
                     elif turn > 0:
-                        tma_add(excess_desc, [tile, 0], excess)
+                        tma_add(excess.sum_desc, [tile, 0], of_rows)
                 if turn == 0:
                     tma.async_copy_shared_to_global(sum_desc, [row, 0], dq_s.index(0))
                     tma.async_copy_shared_to_global(sum_desc, [second_row, column], dq_s.index(1))
@@ -365,7 +369,7 @@ def _writer(sum_desc, excess_desc, turns, smem, items, W: gl.constexpr, T: gl.co
                 tma.store_wait(0)
                 mbarrier.arrive(smem.dq.empty, count=1)
                 if T.PROJECT:
-                    mbarrier.arrive(smem.excess.empty.index(W), count=1)
+                    mbarrier.arrive(excess.ring.empty.index(W), count=1)
                 if turn >= 0:
                     pass_turn(turns + tile)
             done += count * T.GROUP
@@ -412,16 +416,12 @@ def _new_memory(inputs, sum_desc, T: gl.constexpr):
     out_s = gl.allocate_shared_memory(dtype, [2, 64, T.D], tile_l)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, DQ], sum_desc.layout)
     item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    excess = None
-    if T.PROJECT:
-        excess_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, T.BM], row_l)
-        excess = _ring(excess_s, 1, 1)
     READERS: gl.constexpr = 3 if T.PROJECT else 2
     return bundles.BackwardMemory(
         item=_ring(item_s, 1, 2 + READERS), k=_one_slot(k_s), v=_one_slot(v_s), q=_ring(q_s, 1, 2),
         do=_ring(do_s, 1, 2), ds=_ring(ds_s, 2, READERS),
         dq=bundles.Ring(dq_s, new_barriers(2, PAIR), new_barriers(1, 1).index(0)),
-        shift=shift_s, delta=delta_s, out=out_s, excess=excess,
+        shift=shift_s, delta=delta_s, out=out_s,
     )  # fmt: skip
 
 
@@ -467,22 +467,25 @@ def backward_kernel(
     softmax = bundles.Softmax(unit, steepness)
     drop = bundles.Dropout(seed_ptr, threshold, batch_offset, head_offset, keep_scale)
     smem = _new_memory(inputs, sum_desc, T)
-    fence_async_shared()
     if PROJECT:
+        excess_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], shift_desc.layout)
+        excess = bundles.Excess(excess_desc, rank_ptr, _ring(excess_s, 1, 1))
+        fence_async_shared()
         SMALL: gl.constexpr = 504 - 2 * REGISTERS  # what consumers leave to each of the others
         gl.warp_specialize(
             [
                 (_consumer, (gradients, smem, items, softmax, drop, 0, T)),
                 (_consumer, (gradients, smem, items, softmax, drop, 1, T)),
                 (backward_producer, (inputs, smem, items, T)),
-                (_writer, (sum_desc, excess_desc, turns, smem, items, 0, T)),
-                (_writer, (sum_desc, excess_desc, turns, smem, items, 1, T)),
-                (adder, (rank_ptr, smem, items, T)),
+                (_writer, (sum_desc, excess, turns, smem, items, 0, T)),
+                (_writer, (sum_desc, excess, turns, smem, items, 1, T)),
+                (adder, (excess, smem, items, T)),
             ],
             [4, 1, 1, 1, 1],
             [REGISTERS, SMALL, SMALL, SMALL, SMALL],
         )
     else:
+        fence_async_shared()
         gl.warp_specialize(
             [
                 (_consumer, (gradients, smem, items, softmax, drop, 0, T)),

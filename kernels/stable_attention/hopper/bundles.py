@@ -92,7 +92,7 @@ part_ptr: float32 [2, B * HK * SPLITS * key tiles * BN, D], under SUMS instead
 scale: of the scores, so of dK
 """
 
-BackwardMemory = namedtuple("BackwardMemory", "item k v q do ds dq shift delta out excess")
+BackwardMemory = namedtuple("BackwardMemory", "item k v q do ds dq shift delta out")
 """Shared memory of the backward pass; but for shift, delta and out `Ring`.
 
 item: int32 [PAIR, 1], announced by the producer, -1 after the last
@@ -103,7 +103,14 @@ dq: float32 [2, 64, DQ], each consumer's half of one tile; "full" has PAIR barri
 shift, delta: float32 [PAIR, 1, BM], with the barriers of q and do; under PROJECT shift is followed
     by the second plane of LSE
 out: [2, 64, D], of each consumer, for dV and dK
-excess: float32 [PAIR, 1, BM], under PROJECT: row sums of a tile of dS
+"""
+
+Excess = namedtuple("Excess", "sum_desc rank_ptr ring")
+"""Of the rows of dS as it multiplies K, under PROJECT.
+
+sum_desc: their sums float32 [B * H * query tiles, BM]
+rank_ptr: int32 of that shape, `numerics.key_of_rank`
+ring: `Ring` [PAIR, 1, BM], sums of a tile on their way
 """
 
 BackwardTraits = namedtuple(

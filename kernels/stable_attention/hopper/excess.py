@@ -70,7 +70,7 @@ def _rows_of(tiles, half, FIRST: gl.constexpr, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def adder(rank_ptr, smem, items, T: gl.constexpr):
+def adder(excess, smem, items, T: gl.constexpr):
     """Sums of the rows of every dS tile for its writer, and ranks of their largest to memory."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     STEPS: gl.constexpr = T.BN // STEP
@@ -105,11 +105,11 @@ def adder(rank_ptr, smem, items, T: gl.constexpr):
                 row = (head * T.GROUP + g) * items.query_tiles + first
                 for m in range(row, row + count):
                     mbarrier.wait(smem.ds.full.index(slot), parity)
-                    mbarrier.wait(smem.excess.empty.index(slot), parity ^ 1)
+                    mbarrier.wait(excess.ring.empty.index(slot), parity ^ 1)
                     tiles = ds_s.index(slot)._reinterpret(
                         ds_s.dtype, [T.BM // 64 * STEPS, STEP, 64], part
                     )
-                    excess_s = smem.excess.slots.index(slot)._reinterpret(
+                    excess_s = excess.ring.slots.index(slot)._reinterpret(
                         gl.float32, [T.BM // ROWS, ROWS], plain
                     )
                     for half in range(T.BM // 64):
@@ -119,10 +119,10 @@ def adder(rank_ptr, smem, items, T: gl.constexpr):
                             excess_s.index(place).store(total)
                             rows = place * ROWS + gl.arange(0, ROWS, largest.type.layout)
                             rank = (largest >> 7 << 23) | (n * T.BN + (largest & 127))
-                            gl.atomic_max(rank_ptr + m * T.BM + rows, rank, sem="relaxed")
+                            gl.atomic_max(excess.rank_ptr + m * T.BM + rows, rank, sem="relaxed")
                     mbarrier.arrive(smem.ds.empty.index(slot), count=1)
                     fence_async_shared()
-                    mbarrier.arrive(smem.excess.full.index(slot), count=1)
+                    mbarrier.arrive(excess.ring.full.index(slot), count=1)
                     slot, parity = advance(slot, parity, PAIR)
 
 
