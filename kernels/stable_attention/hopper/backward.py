@@ -35,9 +35,9 @@ from stable_attention.hopper.barriers import (
 from stable_attention.hopper.dropout import dropped, kept_bits
 from stable_attention.hopper.excess import adder
 from stable_attention.hopper.producer import PAIR, backward_producer
-from stable_attention.hopper.rows import ENOUGH
 from stable_attention.hopper.softmax import product_layout, softened
 from stable_attention.hopper.tiles import (
+    ONE_PLANE,
     batch_of,
     first_row_of,
     item_at,
@@ -124,8 +124,8 @@ def _step(
         planes = shift_s.reshape((2 * T.BM,))
         x = s * softmax.unit - gl.expand_dims(planes.slice(0, T.BM).load(columns), 0)
         one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        # Where one plane of LSE is enough (`rows`), nothing is taken off each score.
-        if gl.max(planes.slice(T.BM, 1).load(one), 0) < ENOUGH:
+        # Where one plane of LSE is enough, nothing is taken off each score.
+        if gl.max(planes.slice(T.BM, 1).load(one), 0) < ONE_PLANE:
             x = x - gl.expand_dims(planes.slice(T.BM, T.BM).load(columns), 0)
         p = gl.exp2(x)
     else:

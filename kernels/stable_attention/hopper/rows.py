@@ -9,16 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stable_attention.hopper.tiles import FIELDS
+from stable_attention.hopper.tiles import FIELDS, ONE_PLANE
 from stable_attention.numerics import key_of_rank, lse_planes_to_shift, lse_to_shift
 from stable_attention.triton.geometry import locate
 from stable_attention.triton.memory import POINTERS, load_tile, store_tile, tile_offsets
 
 CHUNK = tl.constexpr(1024)
 """Sequences whose tiles are counted at once."""
-ENOUGH = tl.constexpr(1.0e30)
-"""First number of a query tile's second plane of LSE that nothing needs."""
-ONE_PLANE = tl.constexpr(4096.0)
+LARGEST = tl.constexpr(4096.0)
 """Largest LSE, in log2 units, that one float32 number holds well enough: P is off by 2^-13."""
 
 
@@ -118,7 +116,7 @@ def rows_kernel(
         planes = shift_ptr + tile.to(tl.int64) * (2 * BM) + tl.arange(0, BM)
         tl.store(planes, lse_planes_to_shift(lse))
         largest = tl.max(tl.where(lse == -float("inf"), 0.0, tl.abs(lse)), 0)
-        tl.store(planes + BM, tl.where(largest <= ONE_PLANE, ENOUGH, rest))
+        tl.store(planes + BM, tl.where(largest <= LARGEST, ONE_PLANE, rest))
         tl.store(rank_ptr + place, tl.zeros([BM], tl.int32))
     else:
         tl.store(shift_ptr + place, lse_to_shift(lse))
