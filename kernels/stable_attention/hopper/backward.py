@@ -33,7 +33,7 @@ from stable_attention.hopper.barriers import (
     wait_for_turn,
 )
 from stable_attention.hopper.dropout import dropped, kept_bits
-from stable_attention.hopper.excess import adder
+from stable_attention.hopper.excess import ROWS, adder, follow_largest, sum_rows
 from stable_attention.hopper.producer import PAIR, backward_producer
 from stable_attention.hopper.softmax import product_layout, softened
 from stable_attention.hopper.tiles import (
@@ -344,6 +344,13 @@ def _writer(sum_desc, excess, turns, smem, items, W: gl.constexpr, T: gl.constex
                 turn = turn_of(m, n, queries, keys, items.right, T.BM, T.BN, T.CAUSAL, T.BAND)
                 if T.BAND:
                     turn = gl.where(seen > 0, turn, -1)
+                if T.PROJECT:
+                    # Tiles have the same slots in all rings, this writer's the slot W.
+                    HALF: gl.constexpr = T.BM // ROWS // 2
+                    mbarrier.wait(smem.ds.full.index(W), (number >> 1) & 1)
+                    found = sum_rows(W, smem, excess, 0, HALF, T)
+                    fence_async_shared()
+                    mbarrier.wait(excess.ring.full.index(W), (number >> 1) & 1)
                 wait_for_turn(turns + tile, turn)
                 mbarrier.wait(smem.dq.full.index(number & 1), (number >> 1) & 1)
                 row = tile * T.BM
@@ -353,8 +360,6 @@ def _writer(sum_desc, excess, turns, smem, items, W: gl.constexpr, T: gl.constex
                     second_row = row + 64
                     column = 0
                 if T.PROJECT:
-                    # Tiles have the same slots in both rings, this writer's the slot W.
-                    mbarrier.wait(excess.ring.full.index(W), (number >> 1) & 1)
                     of_rows = excess.ring.slots.index(W)
                     if turn == 0:
                         tma.async_copy_shared_to_global(excess.sum_desc, [tile, 0], of_rows)
@@ -372,6 +377,8 @@ def _writer(sum_desc, excess, turns, smem, items, W: gl.constexpr, T: gl.constex
                     mbarrier.arrive(excess.ring.empty.index(W), count=1)
                 if turn >= 0:
                     pass_turn(turns + tile)
+                if T.PROJECT:
+                    follow_largest(found, tile, n, excess, 0, HALF, T)
             done += count * T.GROUP
     tma.store_wait(0)
 
@@ -416,10 +423,10 @@ def _new_memory(inputs, sum_desc, T: gl.constexpr):
     out_s = gl.allocate_shared_memory(dtype, [2, 64, T.D], tile_l)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, DQ], sum_desc.layout)
     item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    READERS: gl.constexpr = 3 if T.PROJECT else 2
+    ONE_MORE: gl.constexpr = 1 if T.PROJECT else 0
     return bundles.BackwardMemory(
-        item=_ring(item_s, 1, 2 + READERS), k=_one_slot(k_s), v=_one_slot(v_s), q=_ring(q_s, 1, 2),
-        do=_ring(do_s, 1, 2), ds=_ring(ds_s, 2, READERS),
+        item=_ring(item_s, 1, 4 + ONE_MORE), k=_one_slot(k_s), v=_one_slot(v_s), q=_ring(q_s, 1, 2),
+        do=_ring(do_s, 1, 2), ds=_ring(ds_s, 2, 2 + 2 * ONE_MORE),
         dq=bundles.Ring(dq_s, new_barriers(2, PAIR), new_barriers(1, 1).index(0)),
         shift=shift_s, delta=delta_s, out=out_s,
     )  # fmt: skip
