@@ -151,9 +151,8 @@ PLANTED = {
     ),
     "rows: dS freed before it is summed": (
         "excess", 64, "before a load of it ends",
-        ("mbarrier.wait(smem.ds.full.index(slot), parity)",
-         "... / mbarrier.arrive(smem.ds.empty.index(slot), count=1)"),
-        ("mbarrier.arrive(smem.ds.empty.index(slot), count=1) / fence", "fence"),
+        ("found = () / for i in", "mbarrier.arrive(smem.ds.empty.index(slot), count=1) / ..."),
+        ("mbarrier.arrive(smem.ds.empty.index(slot), count=1) / return", "return"),
     ),
     "rows: dS never freed": (
         "excess", 128, "nobody can go on",
@@ -162,23 +161,30 @@ PLANTED = {
     "rows: dS summed before it is there": (
         "excess", 128, "not full", ("mbarrier.wait(smem.ds.full.index(slot), parity)", ""),
     ),
+    "rows: the writer's half too": (
+        "backward", 64, "not full",
+        ("mbarrier.wait(smem.ds.full.index(W), (number >> 1) & 1)", ""),
+    ),
     "rows: sums overwritten while they leave": (
-        "excess", 64, "before a store of it ends|nobody can go on",
+        "excess", 64, "before a store of it ends|nobody can go on|without a fence",
         ("mbarrier.wait(excess.ring.empty.index(slot), parity ^ 1)", ""),
     ),
     "rows: sums without a fence": (
         "excess", 128, "without a fence", ("fence_async_shared() / mbarrier", "mbarrier"),
     ),
     "rows: sums leave before they are there": (
-        "backward", 64, "not full|without a fence",
+        "backward", 64, "not full|without a fence|nobody can go on|Sequence",
         ("mbarrier.wait(excess.ring.full.index(W), (number >> 1) & 1)", ""),
     ),
-    "rows: sums of a tile before": (
-        "backward", 128, "without a fence|Sequence",
-        ("of_rows = excess.ring.slots.index(W)", "of_rows = excess.ring.slots.index(W ^ 1)"),
-    ),
     "rows: half of a tile not followed": (
-        "excess", 64, "Sequence", ("excess.rank_ptr + m * T.BM", "excess.rank_ptr + row * T.BM"),
+        "excess", 64, "Sequence",
+        ("follow_largest(found, m, n, excess, HALF, HALF, T)",
+         "follow_largest(found, m, n, excess, 0, HALF, T)"),
+    ),
+    "rows: a tile not followed": (
+        "backward", 128, "Sequence",
+        ("follow_largest(found, tile, n, excess, 0, HALF, T)",
+         "follow_largest(found, tile, n, excess, 0, 0, T)"),
     ),
     "Q's place free while O leaves": (
         "consumer", 128, "before a store of it ends",

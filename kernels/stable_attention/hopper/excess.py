@@ -137,9 +137,9 @@ def follow_largest(
     """
     for i in gl.static_range(COUNT):
         largest = found[i]
-        rows = tile * T.BM + (FIRST + i) * ROWS + gl.arange(0, ROWS, largest.type.layout)
+        first = excess.rank_ptr + tile * T.BM + (FIRST + i) * ROWS
         rank = (largest >> 7 << 23) | (n * T.BN + (largest & 127))
-        gl.atomic_max(excess.rank_ptr + rows, rank, sem="relaxed")
+        gl.atomic_max(first + gl.arange(0, ROWS, largest.type.layout), rank, sem="relaxed")
 
 
 @gluon.jit
