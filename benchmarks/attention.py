@@ -5,13 +5,14 @@
     PYTHONPATH=kernels python benchmarks/attention.py "--also=FA4,compensated fa4"  # more peers
     PYTHONPATH=kernels python benchmarks/attention.py --host       # what a launch costs the host
     PYTHONPATH=kernels python benchmarks/attention.py --float32    # beside attention in float32
+    PYTHONPATH=kernels python benchmarks/attention.py --features   # what sm_90 serves portably
     PYTHONPATH=kernels python benchmarks/attention.py --plot       # of the stored result
 
-Writes the parts ``speed``, ``host`` and ``float32`` of docs/assets/attention.json. Peers run in the
-same process on the same random tensors: SDPA-cuDNN, SDPA-flash, our own stabilizers, and
-FlexAttention, which costs every shape a compilation and therefore comes in a second pass (beside
-``none``, timed again). A run measures what is missing in an earlier result of the same kernels, GPU
-and versions in ``--out`` or ``--resume``.
+Writes the parts ``speed``, ``host``, ``float32`` and ``features`` of docs/assets/attention.json.
+Peers run in the same process on the same random tensors: SDPA-cuDNN, SDPA-flash, our own
+stabilizers, and FlexAttention, which costs every shape a compilation and therefore comes in a
+second pass (beside ``none``, timed again). A run measures what is missing in an earlier result of
+the same kernels, GPU and versions in ``--out`` or ``--resume``.
 
 Times are medians of CUDA-event intervals over two rounds, in opposite orders, so that no peer gets
 only a cool chip. Before each interval the GPU is given idle work, so that launches are queued as in
@@ -357,6 +358,7 @@ class Run:
                 self.measure(shape, {FLEX: flex(shape), "none, again": ours("none", shape)})
 
 
+FEATURE_SHAPE = Shape("features", 4, 4096, 16, 16, 128, 128, causal=True)
 HOST_SHAPE = Shape("host", b=1, s=128, h=12, kv_heads=12, d=64, dv=64, causal=True)
 
 
@@ -421,6 +423,33 @@ def float32(args: argparse.Namespace) -> None:
     print(write_result("attention", figures, args.out, part="float32", head=describe_kernels()))
 
 
+FEATURES: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 30.0},
+    "softcap in a window": {"softcap": 30.0, "window": (1023, 0)},
+    "dropout": {"dropout_p": 0.1},
+    "dropout in a window": {"dropout_p": 0.1, "window": (1023, 0)},
+    "O_lo in int8": {"residual": "int8"},
+    "O_lo in fp32": {"residual": "fp32"},
+    **{x: {"stabilizer": x} for x in ("dynamic_max", "projected", "compensated_projected")},
+}
+"""Calls of which sm_90 leaves a pass to the portable kernels."""
+
+
+def features(args: argparse.Namespace) -> None:
+    """The part ``features``: calls of `FEATURES` beside the same without the feature."""
+    small = DEVICE == "cpu"
+    shape = Shape("features", 1, 32, 1, 1, 16, 16, True) if small else FEATURE_SHAPE
+    rows: list[dict[str, Any]] = []
+    for name, keys in FEATURES.items():
+        plain = {"causal": True} | {k: v for k, v in keys.items() if k == "window"}
+        table = {"with": plain | keys, "without": plain}
+        calls = {k: functools.partial(stable_attention, **v) for k, v in table.items()}
+        rows.append({"feature": name, "peers": measure(calls, tensors(shape), args.budget_ms)})
+        print(rows[-1], flush=True)
+        figures = {"shape": asdict(shape), "rows": rows}
+        write_result("attention", figures, args.out, part="features", head=describe_kernels())
+
+
 def plot(result: dict[str, Any], path: Path) -> None:
     """TFLOP/s of attention by sequence length, causal: a panel a head dim and pass."""
     import matplotlib
@@ -460,6 +489,7 @@ def main() -> int:
     found.add_argument("--also", metavar="PEERS", help="more, with commas: FA4,compensated fa4")
     found.add_argument("--host", action="store_true", help="host time of a call instead")
     found.add_argument("--float32", action="store_true", help="attention in float32 instead")
+    found.add_argument("--features", action="store_true", help="portable features instead")
     found.add_argument("--plot", action="store_true", help="draw the stored result instead")
     args = found.parse_args()
     if args.plot:
@@ -468,9 +498,10 @@ def main() -> int:
         return 0
     if DEVICE == "cuda" and not torch.cuda.is_available():
         found.error("no GPU here; --device=cpu tries the script in the interpreter")
-    if args.host or args.float32:
-        (host if args.host else float32)(args)
-        return 0
+    for part in (host, float32, features):
+        if getattr(args, part.__name__):
+            part(args)
+            return 0
     run = Run(args)
     run.first_pass()
     run.flex_pass()

@@ -248,6 +248,18 @@ def kernel_host(parts: Parts) -> Table:
     return head, body, []
 
 
+def kernel_features(parts: Parts) -> Table:
+    """Time of calls that the portable kernels serve on sm_90, over the same without a feature."""
+    result = parts["features"]
+    body = [
+        [row["feature"], *(f"{p['with'][x] / p['without'][x]:.2f}" for x in PASSES)]
+        for row in result["rows"]
+        for p in (row["peers"],)
+    ]
+    b, s, h, d = (result["shape"][x] for x in "bshd")
+    return [f"time / without it; b {b}, s {s}, {h} heads, d {d}, causal", *PASSES], body, []
+
+
 def kernel_float32(parts: Parts) -> Table:
     """What attention in float32 takes beside `compensated`."""
     result = parts["float32"]
@@ -333,16 +345,18 @@ def context_speed(parts: Parts) -> Table:
 
 
 def training_speed(parts: Parts) -> Table:
-    """Tokens/s, a row a system and number of GPUs, a column a shape."""
-    found: dict[str, list[list[float]]] = {}
-    for number, result in enumerate(parts.values()):
+    """Tokens/s, a row a shape and number of GPUs, a column a system."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, result in parts.items():
         for run in (run for run in result["runs"] if "error" not in run):
             more = f", {run['gpus']} GPUs" if run["gpus"] > 1 else ""
-            cells = found.setdefault(run["system"] + more, [[] for _ in parts])
-            cells[number].append(run["tokens_per_s"])
-    names = sorted(found, key=lambda name: name.endswith("GPUs"))
-    rows = [[name, *(span(cell, "{:,.0f}") for cell in found[name])] for name in names]
-    return ["tokens/s", *(name.split(", ")[1] for name in parts)], rows, []
+            cells = found.setdefault(name.split(", ")[1] + more, {})
+            cells.setdefault(run["system"], []).append(run["tokens_per_s"])
+    systems = list(dict.fromkeys(system for cells in found.values() for system in cells))
+    rows = [
+        [x, *(span(cells.get(y, []), "{:,.0f}") for y in systems)] for x, cells in found.items()
+    ]
+    return ["tokens/s", *systems], rows, []
 
 
 def training_long(parts: Parts) -> Table:
@@ -363,16 +377,20 @@ def training_long(parts: Parts) -> Table:
 
 
 def training_backends(parts: Parts) -> Table:
-    """Mean distance of loss curves to `sdpa_cudnn`, and the signed one of the last quarter."""
-    result = parts["first steps"]
-    gaps = {n: x["distance_to_sdpa_cudnn"] for n, x in result.items() if n.endswith("_gpu")}
-    rows = [
-        [name]
-        + [f"{x[name]['mean']:.4f} ({x[name]['last_quarter_signed']:+.4f})" for x in gaps.values()]
-        for name in next(iter(gaps.values()))
-    ]
-    head = [f"mean of {result['steps']} steps (signed, last quarter)"]
-    return head + [f"{n[0]} GPU{'s' * (n[0] != '1')}" for n in gaps], rows, []
+    """Mean distance of losses to those of `sdpa_cudnn`, and the signed one of the last quarter."""
+    found: dict[str, list[str]] = {}
+    for result in parts.values():
+        losses = {run["system"].split(", ")[-1]: run["losses"] for run in result["runs"]}
+        exact = losses.pop("sdpa_cudnn")
+        for name, own in losses.items():
+            gaps = [x - y for x, y in zip(own, exact, strict=True)]
+            last = statistics.mean(gaps[-(len(gaps) // 4) :])
+            mean = statistics.mean(map(abs, gaps))
+            name = {"trainer": "stable_flash"}.get(name, name)
+            found.setdefault(name, []).append(f"{mean:.4f} ({last:+.4f})")
+    steps = next(iter(parts.values()))["steps"]
+    head = [f"mean of {steps} steps (signed, last quarter)", *(x.split(", ")[1] for x in parts)]
+    return head, [[n, *x, *["-"] * (len(parts) - len(x))] for n, x in found.items()], []
 
 
 def step_parts(parts: Parts) -> Table:
@@ -456,6 +474,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Parts], Table]]] = {
     "kernel-speed": ("attention", "speed", kernel_speed),
     "kernel-host": ("attention", "host", kernel_host),
     "kernel-float32": ("attention", "float32", kernel_float32),
+    "kernel-features": ("attention", "features", kernel_features),
     "accuracy-delta": ("accuracy", "delta", accuracy_delta),
     "accuracy-dq": ("accuracy", "delta", accuracy_dq),
     "projection-errors": ("projection", "errors", projection_errors),

@@ -281,9 +281,10 @@ def train(
 
 
 def medians(run_dir: Path, warmup: int, columns: tuple[str, ...]) -> dict[str, Any]:
-    """Medians of the steps after ``warmup``, and the last loss."""
+    """Medians of the steps after ``warmup``, and their losses."""
     rows = [row for step, row in machine.metrics(run_dir).items() if step > warmup]
-    found: dict[str, Any] = {"loss_last": float(rows[-1]["loss"]), "steps": len(rows)}
+    losses = [round(float(row["loss"]), 5) for row in rows]
+    found: dict[str, Any] = {"loss_last": losses[-1], "losses": losses, "steps": len(rows)}
     for column in columns:
         values = [float(row[column]) for row in rows if row.get(column)]
         found[column] = statistics.median(values) if values else None
@@ -348,7 +349,8 @@ def speed(args: argparse.Namespace) -> int:
     systems: dict[str, Any] = {"trainer": partial(run_trainer, settings=[])}
     if args.tokens:
         systems = {"plain PyTorch, torch.compile": run_plain} | systems
-    systems["Megatron-Core, Transformer Engine"] = run_core
+    if not args.without_core:
+        systems["Megatron-Core, Transformer Engine"] = run_core
     for variant in args.variant:
         name, _, keys = variant.partition(":")
         systems[f"trainer, {name}"] = partial(run_trainer, settings=keys.split(","))
@@ -440,6 +442,7 @@ def main() -> int:
     one.add_argument("--label", default="GPT-2 124M", help="name of the shape in the result")
     one.add_argument("--gpus", type=int, nargs="+", default=[1], help="numbers of GPUs, in turn")
     one.add_argument("--rounds", type=int, default=3)
+    one.add_argument("--without-core", action="store_true", help="losses of backends alone")
     one.add_argument("--variant", action="append", default=[], metavar="NAME:KEY=VALUE,...")
     one = command(commands, "long", long, 8, config="configs/long_context_3b_128k.yaml", warmup=3)
     one.add_argument("--gpus", type=int, default=8)

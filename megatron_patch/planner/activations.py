@@ -283,7 +283,9 @@ class Activations:
         return [*moments, stage("fc1: gradients", fc1)]
 
     def expert_moments(self, moe: MoEConfig) -> list[BackwardStage]:
-        """The float32 scaling by probabilities: of one expert, or of all multiplied together."""
+        """The float32 scaling by probabilities: of one expert, or of all multiplied together. Then
+        a GPU needs their weights beside each other.
+        """
         n = self.n
         local = moe.num_experts // self.run.parallel.expert_model_parallel_size
         given = self.most_tokens(moe)
@@ -292,7 +294,14 @@ class Activations:
         again = sum(x.size for x in self.experts(moe)) if "moe" in self.modules else 0
         gradient = n.w * given * n.h
         extra = n.stream + gradient + (n.w + 3 * FLOAT) * unit + again
-        return [BackwardStage("expert: gradient of the scaled activation", extra, n.w * unit)]
+        moments = [BackwardStage("expert: gradient of the scaled activation", extra, n.w * unit)]
+        training = self.run.training
+        if groups_experts(self.run) and training.device == "cuda" and training.precision == "bf16":
+            columns = 1 + (self.model.activation == "swiglu")
+            weights = n.w * local * width * columns * n.h
+            extra = n.stream + 2 * gradient + columns * n.w * unit + weights + again
+            moments.append(BackwardStage("experts: fc1, copies of its weights", extra))
+        return moments
 
     # --- the ends of the model ----------------------------------------------------------------
 

@@ -1,10 +1,12 @@
 """Grouped experts beside core's, which run one after the other."""
 
+import itertools
+
 import pytest
 import torch
 from megatron_cpu import loss_and_grads, reseed, single_rank, tiny_run
 
-from megatron_patch.core_patches.experts import GroupedMLP, _Products
+from megatron_patch.core_patches.experts import GroupedMLP, _ends, _Products
 from megatron_patch.schema.model import MoEConfig
 
 SWIGLU = {"activation": "swiglu"}
@@ -45,7 +47,7 @@ def test_weight_gradients_are_added_to_their_buffers():
     for weight in weights[:2]:
         weight.requires_grad_()
         weight.main_grad, weight.grad_added_to_main_grad = torch.ones(2, 3), False
-    _Products.apply(x, [5, 0, 0], True, *weights).sum().backward()
+    _Products.apply(x, [5, 0, 0], None, True, *weights).sum().backward()
     torch.testing.assert_close(weights[0].main_grad, 1 + x.detach().sum(0).expand(2, 3))
     assert torch.equal(weights[1].main_grad, torch.ones(2, 3)) and weights[2].grad is None
     assert all(w.grad_added_to_main_grad for w in weights[:2])
@@ -68,3 +70,33 @@ def test_weights_that_are_still_gathered_are_waited_for():
             layer.register_forward_pre_hook(lambda module, _: seen.append(module))
         loss_and_grads(built)
     assert {id(x) for x in seen} == {id(x) for x in layers}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("counts", [[0, 37, 1, 90], [128, 0, 0, 0]], ids=["odd", "one"])
+def test_one_launch_is_as_exact_as_a_launch_for_each_expert(counts, fused):
+    """Beside float64: outputs, dx and dW, of experts without tokens too."""
+    torch.manual_seed(1)
+    device = torch.device("cuda")
+    x, dy = torch.randn(128, 64, device=device), torch.randn(128, 48, device=device)
+    weights = [torch.randn(48, 64, device=device) for _ in counts]
+
+    def result(dtype, ends):
+        leaves = [t.to(torch.bfloat16).to(dtype).requires_grad_() for t in (x, *weights)]
+        for weight in leaves[1:]:
+            weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=device)
+            weight.grad_added_to_main_grad = False
+        add = fused and dtype == torch.bfloat16
+        y = _Products.apply(leaves[0], counts, ends, add, *leaves[1:])
+        y.backward(dy.to(torch.bfloat16).to(dtype))
+        return [y, leaves[0].grad, *(w.main_grad if add else w.grad for w in leaves[1:])]
+
+    exact = result(torch.float64, None)
+    apart = result(torch.bfloat16, None)
+    x_16 = x.to(torch.bfloat16)
+    together = result(torch.bfloat16, _ends(counts, x_16))
+    assert _ends(counts, x_16).tolist() == list(itertools.accumulate(counts))
+    for want, one, all_ in zip(exact, apart, together, strict=True):
+        floor = 2**-9 * float(want.abs().max())
+        assert float((all_ - want).abs().max()) <= 2 * float((one - want).abs().max()) + floor
