@@ -33,7 +33,8 @@ FEATURES = (
     "compensated", "dynamic_max", "none", "paper_bf16", "low_order_o", "consistent_sum",
     *PROJECTING,
     "deterministic", "chunks", "packed chunks", "chunks with dropout", "dropout in a band",
-    "softcap in a band", "projection in chunks or with dropout", "causal, sq != sk", "o_lo in int8 or fp32",
+    "softcap in a band", "projection in chunks or with dropout", "causal, sq != sk",
+    "o_lo in int8 or fp32",
 )  # fmt: skip
 
 

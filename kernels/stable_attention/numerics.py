@@ -384,9 +384,9 @@ def largest_key(rank, tile, BN: tl.constexpr):
 
 @triton.jit
 def key_of_rank(rank):
-    """(key, whether there is one) of a row's largest dS: of those of its largest exponent the last
-    one. The exponent is in the upper 8 of 31 bits, the key in the lower 23: one integer maximum
-    finds both, in any order."""
+    """(key, whether there is one) of a row's largest dS: the last of those that are within a factor
+    of two of it. The upper 8 of the 15 bits of |dS| are those of a rank, the key is in its lower
+    23: one integer maximum finds both, in any order."""
     return rank & 0x7FFFFF, rank > 0x7FFFFF
 
 

@@ -12,7 +12,8 @@ consumer's, which leaves it in shared memory for the two *writers*: they add it 
 global memory by TMA, taking turns in the fixed order of `tiles.turn_of`. The first stores, so
 nothing is cleared, and repeats are bitwise equal.
 
-A slot of the rings is freed by both consumers, of the list of items by the writers too.
+A slot of the rings is freed by both consumers, of the list of items by the writers too. Under
+PROJECT an *adder* is the sixth role: it and the writers sum the rows of dS (`excess`).
 """
 
 from triton.experimental import gluon
@@ -164,7 +165,7 @@ def _step(
     mbarrier.wait(smem.ds.empty.index(slot), parity ^ 1)
     ds_s.index(slot).slice(W * 64, 64).store(ds)
     if T.PROJECT and T.AHEAD:
-        # The reader of dS has the registers that it would take; all of it lies there by the arrival.
+        # Readers of dS have the registers that it would take; by the arrival all of it lies there.
         ds_operand = ds_s.index(slot).slice(W * 64, 64)
     else:
         ds_operand = gl.convert_layout(ds, A_L)
@@ -349,7 +350,6 @@ def _writer(sum_desc, excess, turns, smem, items, W: gl.constexpr, T: gl.constex
                     HALF: gl.constexpr = T.BM // ROWS // 2
                     mbarrier.wait(smem.ds.full.index(W), (number >> 1) & 1)
                     found = sum_rows(W, smem, excess, 0, HALF, T)
-                    fence_async_shared()
                     mbarrier.wait(excess.ring.full.index(W), (number >> 1) & 1)
                 wait_for_turn(turns + tile, turn)
                 mbarrier.wait(smem.dq.full.index(number & 1), (number >> 1) & 1)
@@ -359,18 +359,17 @@ def _writer(sum_desc, excess, turns, smem, items, W: gl.constexpr, T: gl.constex
                 if T.BM == 128:
                     second_row = row + 64
                     column = 0
-                if T.PROJECT:
-                    of_rows = excess.ring.slots.index(W)
-                    if turn == 0:
-                        tma.async_copy_shared_to_global(excess.sum_desc, [tile, 0], of_rows)
-                    elif turn > 0:
-                        tma_add(excess.sum_desc, [tile, 0], of_rows)
                 if turn == 0:
                     tma.async_copy_shared_to_global(sum_desc, [row, 0], dq_s.index(0))
                     tma.async_copy_shared_to_global(sum_desc, [second_row, column], dq_s.index(1))
+                    if T.PROJECT:
+                        sums = excess.ring.slots.index(W)
+                        tma.async_copy_shared_to_global(excess.sum_desc, [tile, 0], sums)
                 elif turn > 0:  # not of keys that no query sees
                     tma_add(sum_desc, [row, 0], dq_s.index(0))
                     tma_add(sum_desc, [second_row, column], dq_s.index(1))
+                    if T.PROJECT:
+                        tma_add(excess.sum_desc, [tile, 0], excess.ring.slots.index(W))
                 tma.store_wait(0)
                 mbarrier.arrive(smem.dq.empty, count=1)
                 if T.PROJECT:

@@ -46,7 +46,8 @@ Dropout = namedtuple("Dropout", "seed_ptr threshold batch_offset head_offset kee
 """`plan.dropout`; offsets are those of the first batch entry and query head in the mask."""
 
 Outputs = namedtuple(
-    "Outputs", "o_desc low_desc part_ptr lse_ptr row_ptr max_ptr stride_b stride_s stride_h tq rest_ptr"
+    "Outputs",
+    "o_desc low_desc part_ptr lse_ptr row_ptr max_ptr stride_b stride_s stride_h tq rest_ptr",
 )
 """Of the forward pass.
 

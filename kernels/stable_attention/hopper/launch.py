@@ -54,7 +54,9 @@ from stable_attention.triton.launches import Arguments, launch
 from stable_attention.triton.results import ForwardResult, allocate, new_gradients
 
 PROJECTING = 232
-"""Registers of a consumer where another warp reads dS: the rest is for that."""
+"""Registers of a consumer where other warps sum the rows of dS, for which they need 32 at least."""
+RANKED = 2**23
+"""Keys that `numerics.key_of_rank` tells apart."""
 L2_FORWARD = {True: 32 * 2**20, False: 8 * 2**20}
 """The same of the K and V that a group of query heads reads in the forward pass."""
 SEGMENT = 2048
@@ -166,7 +168,7 @@ def backward(
     assert problem.d <= 128 or not (add or problem.dropout_p or problem.softcap), "see `dispatch`"
     dq, dk, dv = accumulators or gradients or new_gradients(problem, q, k, v)[1]
     found = room(problem, (q, k, v, dout) if add else (q, k, v, dout, dk, dv))
-    if not found or extras.pos_q is not None:
+    if not found or extras.pos_q is not None or (problem.planes > 1 and problem.sk > RANKED):
         return portable_backward.backward(
             problem, dout, q, k, v, lse=lse, delta=delta, extras=extras,
             accumulators=accumulators, gradients=(dq, dk, dv),
@@ -323,7 +325,7 @@ def _sum_arguments(
     # None is no argument of a compiled kernel: calls without keep their code.
     carrier: tuple[int | None, ...] = (None,) * 7
     if k is not None:
-        rows_of = (0, 0)
+        rows_of: tuple[int, ...] = (0, 0)
         if target is not None:
             rows_of = (0, target.stride(0)) if problem.varlen else target.stride()[:2]
         carrier = (*rows_of, *strides(k, problem.layout), problem.sk, problem.group)
