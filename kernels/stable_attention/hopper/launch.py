@@ -173,16 +173,14 @@ def backward(
             problem, dout, q, k, v, lse=lse, delta=delta, extras=extras,
             accumulators=accumulators, gradients=(dq, dk, dv),
         )  # fmt: skip
-    rest = target = None
-    if problem.planes > 1:
-        lse, rest = lse.unbind()
-        if delta.dim() > lse.dim():
-            delta, target, _ = delta.unbind()
+    target = None
+    if problem.planes > 1 and delta.dim() == lse.dim():
+        delta, target, _ = delta.unbind()
     for part, cut in _parts(problem, found):
         _launch(
             planned(part),
             *(cut(x, True) for x in (q, k, v, dout, dq, dk, dv)),
-            numbers=tuple(cut(x) for x in (lse, delta, rest, target)),
+            numbers=tuple(cut(x) for x in (lse, delta, target)),
             extras=extras,
             add=add,
         )
@@ -204,7 +202,10 @@ def _parts(problem: Problem, most: int) -> Iterator[tuple[Problem, Callable[...,
         def cut(
             x: torch.Tensor | None, tiled: bool = False, first: int = first, n: int = n
         ) -> torch.Tensor | None:
-            return None if x is None else narrow(problem.layout if tiled else "", first, n, x)
+            if x is None:
+                return None
+            planes = "sbhd" if x.dim() == 4 else ""  # they come before the batch
+            return narrow(problem.layout if tiled else planes, first, n, x)
 
         offset = problem.batch_offset + first if problem.dropout_p > 0 else problem.batch_offset
         yield replace(problem, batch=n, batch_offset=offset), cut
@@ -224,9 +225,9 @@ def _launch(
     extras: Extras,
     add: bool,
 ) -> None:
-    """numbers: of rows, LSE and delta; of a projecting stabilizer LSE's second plane too, and what
-    rows of dS sum to where that is not 0."""
-    lse, delta, rest, target = numbers
+    """numbers: of rows, LSE in one plane or two, delta, and what rows of dS sum to where a
+    projecting stabilizer asks and it is not 0."""
+    lse, delta, target = numbers
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
     bm, bn = TILES[problem.d]
     tiles = plan.entries * problem.heads * plan.backward_tiles
@@ -234,7 +235,7 @@ def _launch(
     wide = problem.d > 128
     shift, padded = new((2, tiles, bm), dtype=torch.float32).unbind()
     excess = rank = None
-    if rest is not None:
+    if problem.planes > 1:
         shift = new((tiles, 2 * bm), dtype=torch.float32)
         excess = new((tiles, bm), dtype=torch.float32)
         rank = new((tiles, bm), dtype=torch.int32)
@@ -244,7 +245,7 @@ def _launch(
     launch(
         rows_kernel,
         (plan,),
-        (lse, delta, rest, shift, padded, rank, turns, counter, of_queries),
+        (lse, delta, shift, padded, rank, turns, counter, of_queries),
         functools.partial(_rows_arguments, plan),
         own=6,
     )
@@ -282,7 +283,7 @@ def _launch(
         own=9,
     )  # fmt: skip
     touched = turns if plan.band else None
-    found = (k, target, excess, rank) if rest is not None else NOTHING
+    found = (k, target, excess, rank) if problem.planes > 1 else NOTHING
     todo = [(dq, sums, found, touched, of_queries, False, problem.scale)]
     if partial is not None:
         of_k, of_v = partial.unbind()
@@ -302,8 +303,11 @@ def _launch(
 
 def _rows_arguments(plan: Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> Arguments:
     problem, tiles = plan.problem, plan.backward_tiles
-    steps = (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
-    positional = (lse, *tensors, *steps, problem.sq, problem.heads, tiles)
+    steps = (0, lse.stride(-2)) if problem.varlen else (lse.stride(-3), lse.stride(-2))
+    plane = lse.stride(0) if problem.planes > 1 else None
+    positional = (
+        lse, *tensors, *steps, plane, problem.sq, problem.heads, tiles,
+    )  # fmt: skip
     named: dict[str, object] = {
         "BM": TILES[problem.d][0], "PACKED": problem.varlen, "num_warps": 2,
     }  # fmt: skip

@@ -91,15 +91,16 @@ def _query_tile(places_ptr, counter_ptr, t, sq, PACKED: tl.constexpr):
         return t, 0, sq
 
 
-@triton.jit(do_not_specialize=("sq", "heads", "query_tiles", "stride_lb", "stride_lh"))
+@triton.jit(do_not_specialize=("sq", "heads", "query_tiles", "stride_lb", "stride_lh", "plane"))
 def rows_kernel(
-    lse_ptr, delta_ptr, rest_ptr, shift_ptr, padded_ptr, rank_ptr, turns_ptr, counter_ptr,
-    places_ptr, stride_lb, stride_lh, sq, heads, query_tiles,
+    lse_ptr, delta_ptr, shift_ptr, padded_ptr, rank_ptr, turns_ptr, counter_ptr, places_ptr,
+    stride_lb, stride_lh, plane, sq, heads, query_tiles,
     BM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Shift (log2 units) and delta of a query tile, whole: rows past the end have P = 0.
 
-    With rest_ptr a tile's second plane of LSE follows its shift, and ranks start at 0.
+    With ranks, which start at 0, a tile's second plane of LSE follows its shift; ``plane``: its
+    stride.
     """
     tile = tl.program_id(0)
     head = tile // query_tiles
@@ -111,8 +112,8 @@ def rows_kernel(
     lse = tl.load(lse_ptr + first + rows, mask=ok, other=-float("inf"))
     delta = tl.load(delta_ptr + first + rows, mask=ok, other=0.0)
     place = tile.to(tl.int64) * BM + tl.arange(0, BM)
-    if rest_ptr is not None:
-        rest = tl.load(rest_ptr + first + rows, mask=ok, other=0.0)
+    if rank_ptr is not None:
+        rest = tl.load(lse_ptr + tl.cast(plane, tl.int64) + first + rows, mask=ok, other=0.0)
         planes = shift_ptr + tile.to(tl.int64) * (2 * BM) + tl.arange(0, BM)
         tl.store(planes, lse_planes_to_shift(lse))
         largest = tl.max(tl.where(lse == -float("inf"), 0.0, tl.abs(lse)), 0)
