@@ -119,19 +119,16 @@ def _step(
     )
     if not T.AHEAD:
         s, dp_made = warpgroup_mma_wait(1, deps=(s_made, dp_made))
-    shift_s = smem.shift.index(slot)
+    planes = smem.shift.index(slot).reshape(((2 if T.PROJECT else 1) * T.BM,))
+    shift = (planes.slice(0, T.BM) if T.PROJECT else planes).load(columns)
     s = softened(s, softmax.steepness, T.CAPPED)
+    x = s * softmax.unit - gl.expand_dims(shift, 0)
     if T.PROJECT:
-        planes = shift_s.reshape((2 * T.BM,))
-        x = s * softmax.unit - gl.expand_dims(planes.slice(0, T.BM).load(columns), 0)
         one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         # Where one plane of LSE is enough, nothing is taken off each score.
         if gl.max(planes.slice(T.BM, 1).load(one), 0) < ONE_PLANE:
             x = x - gl.expand_dims(planes.slice(T.BM, T.BM).load(columns), 0)
-        p = gl.exp2(x)
-    else:
-        shift = shift_s.reshape((T.BM,)).load(columns)
-        p = gl.exp2(s * softmax.unit - gl.expand_dims(shift, 0))
+    p = gl.exp2(x)
     if T.BAND:
         # Of the first query and this consumer's first key: which keys it may see.
         middle = m * T.BM + (item.keys - item.queries) - (item.n * T.BN + W * 64)
