@@ -152,7 +152,7 @@ PLANTED = {
     "rows: dS freed before it is summed": (
         "excess", 64, "before a load of it ends",
         ("found = () / for i in", "mbarrier.arrive(smem.ds.empty.index(slot), count=1) / ..."),
-        ("mbarrier.arrive(smem.ds.empty.index(slot), count=1) / fence", "fence"),
+        ("mbarrier.arrive(smem.ds.empty.index(slot), count=1) / return", "return"),
     ),
     "rows: dS never freed": (
         "excess", 128, "nobody can go on",
@@ -170,7 +170,7 @@ PLANTED = {
         ("mbarrier.wait(excess.ring.empty.index(slot), parity ^ 1)", ""),
     ),
     "rows: sums without a fence": (
-        "excess", 128, "without a fence", ("fence_async_shared() / warp", "warp"),
+        "excess", 128, "without a fence", ("fence_async_shared() / mbarrier", "mbarrier"),
     ),
     "rows: sums leave before they are there": (
         "backward", 64, "not full|without a fence|nobody can go on|Sequence",

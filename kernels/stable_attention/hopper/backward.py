@@ -119,16 +119,20 @@ def _step(
     )
     if not T.AHEAD:
         s, dp_made = warpgroup_mma_wait(1, deps=(s_made, dp_made))
-    planes = smem.shift.index(slot).reshape(((2 if T.PROJECT else 1) * T.BM,))
-    shift = (planes.slice(0, T.BM) if T.PROJECT else planes).load(columns)
+    shift_s = smem.shift.index(slot)
+    if not T.PROJECT:
+        shift = shift_s.reshape((T.BM,)).load(columns)
     s = softened(s, softmax.steepness, T.CAPPED)
-    x = s * softmax.unit - gl.expand_dims(shift, 0)
     if T.PROJECT:
+        planes = shift_s.reshape((2 * T.BM,))
+        x = s * softmax.unit - gl.expand_dims(planes.slice(0, T.BM).load(columns), 0)
         one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         # Where one plane of LSE is enough, nothing is taken off each score.
         if gl.max(planes.slice(T.BM, 1).load(one), 0) < ONE_PLANE:
             x = x - gl.expand_dims(planes.slice(T.BM, T.BM).load(columns), 0)
-    p = gl.exp2(x)
+        p = gl.exp2(x)
+    else:
+        p = gl.exp2(s * softmax.unit - gl.expand_dims(shift, 0))
     if T.BAND:
         # Of the first query and this consumer's first key: which keys it may see.
         middle = m * T.BM + (item.keys - item.queries) - (item.n * T.BN + W * 64)
@@ -347,6 +351,7 @@ def _writer(sum_desc, excess, turns, smem, items, W: gl.constexpr, T: gl.constex
                     HALF: gl.constexpr = T.BM // ROWS // 2
                     mbarrier.wait(smem.ds.full.index(W), (number >> 1) & 1)
                     found = sum_rows(W, smem, excess, 0, HALF, T)
+                    fence_async_shared()
                     mbarrier.wait(excess.ring.full.index(W), (number >> 1) & 1)
                 wait_for_turn(turns + tile, turn)
                 mbarrier.wait(smem.dq.full.index(number & 1), (number >> 1) & 1)
@@ -356,17 +361,18 @@ def _writer(sum_desc, excess, turns, smem, items, W: gl.constexpr, T: gl.constex
                 if T.BM == 128:
                     second_row = row + 64
                     column = 0
+                if T.PROJECT:
+                    of_rows = excess.ring.slots.index(W)
+                    if turn == 0:
+                        tma.async_copy_shared_to_global(excess.sum_desc, [tile, 0], of_rows)
+                    elif turn > 0:
+                        tma_add(excess.sum_desc, [tile, 0], of_rows)
                 if turn == 0:
                     tma.async_copy_shared_to_global(sum_desc, [row, 0], dq_s.index(0))
                     tma.async_copy_shared_to_global(sum_desc, [second_row, column], dq_s.index(1))
-                    if T.PROJECT:
-                        sums = excess.ring.slots.index(W)
-                        tma.async_copy_shared_to_global(excess.sum_desc, [tile, 0], sums)
                 elif turn > 0:  # not of keys that no query sees
                     tma_add(sum_desc, [row, 0], dq_s.index(0))
                     tma_add(sum_desc, [second_row, column], dq_s.index(1))
-                    if T.PROJECT:
-                        tma_add(excess.sum_desc, [tile, 0], excess.ring.slots.index(W))
                 tma.store_wait(0)
                 mbarrier.arrive(smem.dq.empty, count=1)
                 if T.PROJECT:

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from stable_attention.hopper.barriers import advance, warp_sync
+from stable_attention.hopper.barriers import advance
 from stable_attention.hopper.producer import PAIR
 from stable_attention.hopper.softmax import halves
 from stable_attention.hopper.tiles import first_row_of, item_at, place_of, query_tiles_of
@@ -109,8 +109,8 @@ def _rows_of(tiles, half: gl.constexpr, FIRST: gl.constexpr, STEPS: gl.constexpr
 
 @gluon.jit
 def sum_rows(slot, smem, excess, FIRST: gl.constexpr, COUNT: gl.constexpr, T: gl.constexpr):
-    """Leave sums of COUNT times ROWS rows of a tile of dS in the ring of `bundles.Excess`, for TMA
-    to read, and free dS. Returns sizes and places of the largest, COUNT tensors [ROWS]."""
+    """Leave sums of COUNT times ROWS rows of a tile of dS in the ring of `bundles.Excess`, without
+    a fence for TMA, and free dS. Returns sizes and places of the largest, COUNT tensors [ROWS]."""
     STEPS: gl.constexpr = T.BN // STEP
     ds_s, excess_s = smem.ds.slots, excess.ring.slots
     # Swizzled tiles are 64 columns wide, and their pattern comes again every 8 rows.
@@ -124,8 +124,6 @@ def sum_rows(slot, smem, excess, FIRST: gl.constexpr, COUNT: gl.constexpr, T: gl
         sums.index(i).store(total)
         found = found + (largest,)  # type: ignore[assignment]
     mbarrier.arrive(smem.ds.empty.index(slot), count=1)
-    fence_async_shared()
-    warp_sync(COUNT)
     return found
 
 
@@ -178,6 +176,7 @@ def adder(excess, smem, items, T: gl.constexpr):
                     mbarrier.wait(smem.ds.full.index(slot), parity)
                     mbarrier.wait(excess.ring.empty.index(slot), parity ^ 1)
                     found = sum_rows(slot, smem, excess, HALF, HALF, T)
+                    fence_async_shared()
                     mbarrier.arrive(excess.ring.full.index(slot), count=1)
                     follow_largest(found, m, n, excess, HALF, HALF, T)
                     slot, parity = advance(slot, parity, PAIR)

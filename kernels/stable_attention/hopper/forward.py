@@ -89,18 +89,9 @@ def forward_kernel(
         bundles.Tiled(v_desc, stride_vb, stride_vh),
     )
     outputs = bundles.Outputs(
-        o_desc,
-        low_desc,
-        part_ptr,
-        lse_ptr,
-        row_ptr,
-        max_ptr,
-        stride_ob,
-        stride_os,
-        stride_oh,
-        tq,
+        o_desc, low_desc, part_ptr, lse_ptr, row_ptr, max_ptr, stride_ob, stride_os, stride_oh, tq,
         rest_ptr,
-    )
+    )  # fmt: skip
     softmax = bundles.Softmax(unit, steepness, sink_ptr)
     # Tuples are written where they are used, with literal functions: Gluon takes no other.
     gl.warp_specialize(
