@@ -253,9 +253,9 @@ def kernel_features(parts: Parts) -> Table:
     result = parts["features"]
     body = [
         [row["feature"], *(f"{p['with'][x] / p['without'][x]:.2f}" for x in PASSES)]
-        for row in result["rows"]
+        for row in result["rows"] if row["feature"] != "compensated_projected"  # served by now
         for p in (row["peers"],)
-    ]
+    ]  # fmt: skip
     b, s, h, d = (result["shape"][x] for x in "bshd")
     return [f"time / without it; b {b}, s {s}, {h} heads, d {d}, causal", *PASSES], body, []
 

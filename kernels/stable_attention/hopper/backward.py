@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from stable_attention.hopper import bundles
 from stable_attention.hopper.barriers import (
     advance,
+    new_barriers,
     pass_turn,
     tma_add,
     wait_for_turn,
@@ -127,8 +128,7 @@ def _step(
         planes = shift_s.reshape((2 * T.BM,))
         x = s * softmax.unit - gl.expand_dims(planes.slice(0, T.BM).load(columns), 0)
         one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        # Where one plane of LSE is enough, nothing is taken off each score.
-        if gl.max(planes.slice(T.BM, 1).load(one), 0) < ONE_PLANE:
+        if gl.max(planes.slice(T.BM, 1).load(one), 0) < ONE_PLANE:  # else one plane is enough
             x = x - gl.expand_dims(planes.slice(T.BM, T.BM).load(columns), 0)
         p = gl.exp2(x)
     else:
@@ -347,8 +347,7 @@ def _writer(sum_desc, excess, turns, smem, items, W: gl.constexpr, T: gl.constex
                 if T.BAND:
                     turn = gl.where(seen > 0, turn, -1)
                 if T.PROJECT:
-                    # Tiles have the same slots in all rings, this writer's the slot W.
-                    HALF: gl.constexpr = T.BM // ROWS // 2
+                    HALF: gl.constexpr = T.BM // ROWS // 2  # of this writer's tiles, in slot W
                     mbarrier.wait(smem.ds.full.index(W), (number >> 1) & 1)
                     found = sum_rows(W, smem, excess, 0, HALF, T)
                     fence_async_shared()
@@ -386,15 +385,6 @@ def _writer(sum_desc, excess, turns, smem, items, W: gl.constexpr, T: gl.constex
 
 
 @gluon.jit
-def new_barriers(COUNT: gl.constexpr, SLOTS: gl.constexpr):
-    """A barrier for each slot, which COUNT arrivals complete."""
-    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(barriers.index(i), count=COUNT)
-    return barriers
-
-
-@gluon.jit
 def _ring(slots, FULL: gl.constexpr, EMPTY: gl.constexpr):
     """PAIR slots, which FULL and EMPTY arrivals make so."""
     return bundles.Ring(slots, new_barriers(FULL, PAIR), new_barriers(EMPTY, PAIR))
@@ -416,19 +406,17 @@ def _new_memory(inputs, sum_desc, T: gl.constexpr):
     do_s = gl.allocate_shared_memory(dtype, [PAIR, T.BM, T.D], tile_l)
     k_s = gl.allocate_shared_memory(dtype, [T.BN, T.D], tile_l)
     v_s = gl.allocate_shared_memory(dtype, [T.BN, T.D], tile_l)
-    PLANES: gl.constexpr = 2 if T.PROJECT else 1
-    row_l: gl.constexpr = inputs.shift_desc.layout
-    shift_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, PLANES * T.BM], row_l)
+    rows: gl.constexpr = inputs.shift_desc.layout
+    shift_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, (2 if T.PROJECT else 1) * T.BM], rows)
     delta_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, T.BM], inputs.delta_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T.BN, T.BM], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [PAIR, T.BN, T.BM], ds_layout)
     out_s = gl.allocate_shared_memory(dtype, [2, 64, T.D], tile_l)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, DQ], sum_desc.layout)
     item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ONE_MORE: gl.constexpr = 1 if T.PROJECT else 0
     return bundles.BackwardMemory(
-        item=_ring(item_s, 1, 4 + ONE_MORE), k=_one_slot(k_s), v=_one_slot(v_s), q=_ring(q_s, 1, 2),
-        do=_ring(do_s, 1, 2), ds=_ring(ds_s, 2, 2 + 2 * ONE_MORE),
+        item=_ring(item_s, 1, 5 if T.PROJECT else 4), k=_one_slot(k_s), v=_one_slot(v_s),
+        q=_ring(q_s, 1, 2), do=_ring(do_s, 1, 2), ds=_ring(ds_s, 2, 4 if T.PROJECT else 2),
         dq=bundles.Ring(dq_s, new_barriers(2, PAIR), new_barriers(1, 1).index(0)),
         shift=shift_s, delta=delta_s, out=out_s,
     )  # fmt: skip
@@ -508,4 +496,4 @@ def backward_kernel(
         )
 
 
-__all__ = ["backward_kernel", "new_barriers"]
+__all__ = ["backward_kernel"]
