@@ -251,11 +251,10 @@ def kernel_host(parts: Parts) -> Table:
 def kernel_features(parts: Parts) -> Table:
     """Time of calls that the portable kernels serve on sm_90, over the same without a feature."""
     result = parts["features"]
-    body = [
-        [row["feature"], *(f"{p['with'][x] / p['without'][x]:.2f}" for x in PASSES)]
-        for row in result["rows"]
-        for p in (row["peers"],)
-    ]
+    pairs = {
+        row["feature"]: [row["peers"][x] for x in ("with", "without")] for row in result["rows"]
+    }
+    body = [[name, *(f"{x[p] / y[p]:.2f}" for p in PASSES)] for name, (x, y) in pairs.items()]
     b, s, h, d = (result["shape"][x] for x in "bshd")
     return [f"time / without it; b {b}, s {s}, {h} heads, d {d}, causal", *PASSES], body, []
 
