@@ -61,7 +61,10 @@ REMEDY = {
     "model.rope_fusion": "model.rope_fusion: own",
 }
 
-_HYBRID_NOTE = "model: GPTModel of Megatron-Core 0.19, which it plans to replace by HybridModel"
+_HYBRID_NOTE = (
+    "model: GPTModel of Megatron-Core 0.19, which it plans to replace by HybridModel "
+    "(docs/backends.md)"
+)
 
 _ALONG_THE_STREAM = {"input_layernorm": False, "pre_mlp_layernorm": False, "layer_norm": True}
 """Norms whose input is the residual stream; whether it ends there."""
