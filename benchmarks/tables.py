@@ -377,19 +377,18 @@ def training_long(parts: Parts) -> Table:
 
 def training_backends(parts: Parts) -> Table:
     """Mean distance of losses to those of `sdpa_cudnn`, and the signed one of the last quarter."""
-    found: dict[str, list[str]] = {}
-    for result in parts.values():
+    found: dict[str, dict[str, str]] = {}
+    for part, result in parts.items():
         losses = {run["system"].split(", ")[-1]: run["losses"] for run in result["runs"]}
         exact = losses.pop("sdpa_cudnn")
         for name, own in losses.items():
             gaps = [x - y for x, y in zip(own, exact, strict=True)]
             last = statistics.mean(gaps[-(len(gaps) // 4) :])
-            mean = statistics.mean(map(abs, gaps))
-            name = {"trainer": "stable_flash"}.get(name, name)
-            found.setdefault(name, []).append(f"{mean:.4f} ({last:+.4f})")
-    steps = next(iter(parts.values()))["steps"]
-    head = [f"mean of {steps} steps (signed, last quarter)", *(x.split(", ")[1] for x in parts)]
-    return head, [[n, *x, *["-"] * (len(parts) - len(x))] for n, x in found.items()], []
+            cells = found.setdefault({"trainer": "stable_flash"}.get(name, name), {})
+            cells[part] = f"{statistics.mean(map(abs, gaps)):.4f} ({last:+.4f})"
+    what = f"mean of {len(exact)} losses in {result['steps']} steps (signed, last quarter)"
+    rows = [[name, *(cells.get(part, "-") for part in parts)] for name, cells in found.items()]
+    return [what, *(part.split(", ")[1] for part in parts)], rows, []
 
 
 def step_parts(parts: Parts) -> Table:
