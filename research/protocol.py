@@ -288,11 +288,11 @@ def check_data(experiment: Experiment, runs: list[Run]) -> None:
     """
     from megatron_patch.data import tokenizers
     from megatron_patch.data.errors import DataError, Unanswered
-    from megatron_patch.data.verify import check_quickly, dataset_paths
+    from megatron_patch.data.verify import check_quickly
 
     found: dict[str, None] = {}  # every problem once: the runs share their data
     configs = [experiment.load(run).config for run in runs]
-    for path, tokenizer in {(p, c.data.tokenizer) for c in configs for p in dataset_paths(c)}:
+    for path, tokenizer in {(p, c.data.tokenizer) for c in configs for p in c.data.paths}:
         try:
             problems = check_quickly(path, tokenizers.build(tokenizer)).problems
         except DataError as error:

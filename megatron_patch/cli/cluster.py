@@ -102,6 +102,9 @@ def run_launch(args: argparse.Namespace) -> int:
         print(render.rank_map(job), file=sys.stderr)
         sys.stdout.write(render.render(job))
         return 0
+    for line in submit.unseen(job):
+        text = "warning: as this machine sees it, the run ends at its start: "
+        print(text + line, file=sys.stderr)
     job_id = submit.submit(job, loaded)
     print(f"job {job_id}: {render.rank_map(job)}")
     print(f"script {job.launch_dir / 'job.sbatch'}, logs {job.run_dir / 'logs'}")

@@ -142,7 +142,8 @@ def _train_tokenizer(options: PrepareOptions, sources: list[Source]) -> None:
     """Write the tokenizer file of ``--train-bpe``, or check the one an earlier run left."""
     size, path = options.train_bpe, options.tokenizer_path
     assert size is not None and path is not None, "checked when preparing starts"
-    if Path(path).exists():
+    there = Path(path).exists()
+    if there:
         _log([] if options.quiet else [f"--train-bpe: {path} is there already and used as it is"])
     else:
         batches = read_batches(sources, options)
@@ -151,6 +152,8 @@ def _train_tokenizer(options: PrepareOptions, sources: list[Source]) -> None:
             tokenizers.train_bpe(documents, size, path)
     found = _tokenizer(options).vocab_size
     if found != size:
+        if not there:
+            Path(path).unlink()  # the next attempt would take it for an earlier run's
         raise DataError(
             f"{path}: has {found} ids, --train-bpe asks for {size}: the text is too small for "
             "more, or the file is another tokenizer's; choose another size or path"

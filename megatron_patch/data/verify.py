@@ -90,7 +90,7 @@ def verify_datasets(run: RunConfig, *, show: bool = True) -> list[str]:
         tokenizer: tokenizers.Tokenizer | None = tokenizers.build(run.data.tokenizer)
     except DataError as error:
         tokenizer, problems = None, error.problems
-    found = {p: check_quickly(p, tokenizer, mode=run.data.verify) for p in dataset_paths(run)}
+    found = {p: check_quickly(p, tokenizer, mode=run.data.verify) for p in run.data.paths}
     problems = problems + [problem for item in found.values() for problem in item.problems]
     manifests = {path: item.manifest for path, item in found.items() if item.manifest}
     verdicts = of_all((problems, {path: m.sha256 for path, m in manifests.items()}))
@@ -101,13 +101,6 @@ def verify_datasets(run: RunConfig, *, show: bool = True) -> list[str]:
     _check_pieces(pieces[rank::size], size, show=show and first)
     seconds = time.monotonic() - began
     return [_line(run, path, manifest, seconds) for path, manifest in manifests.items()]
-
-
-def dataset_paths(run: RunConfig) -> list[str]:
-    """Prefixes of all datasets of the run, each once, in the order they are named."""
-    data = run.data
-    every = [*data.blend, *data.train, *data.valid, *data.test]
-    return list(dict.fromkeys(dataset.path for dataset in every))
 
 
 def check_quickly(

@@ -156,13 +156,19 @@ def _redirect(path: Path) -> None:
 def load_secrets(name: str) -> None:
     """Put the NAME=VALUE lines of a file into this process's environment; ``""``: there is none.
 
-    The file must be this user's and closed to everyone else. Values are not expanded, and show in
-    no process list: they are set after the process started.
+    Values are not expanded, and show in no process list: they are set after the process started.
+
+    Raises SecretsError: as `read_secrets`.
+    """
+    if name:
+        os.environ.update(read_secrets(name))
+
+
+def read_secrets(name: str) -> dict[str, str]:
+    """The NAME=VALUE lines of a file that is this user's and closed to everyone else.
 
     Raises SecretsError: the file is missing, open to others, or has a line that is no NAME=VALUE.
     """
-    if not name:
-        return
     path = Path(name)
     try:
         status = path.stat()
@@ -173,13 +179,15 @@ def load_secrets(name: str) -> None:
         raise SecretsError(
             f"cluster.secrets_file {path}: must be yours and have mode 0600 (chmod 600 {path})"
         )
+    found = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = _LINE.fullmatch(line.strip())
         if match is None:
             raise SecretsError(f"cluster.secrets_file {path}:{number}: is not NAME=VALUE")
-        os.environ[match[1]] = match[2]
+        found[match[1]] = match[2]
+    return found
 
 
 if __name__ == "__main__":

@@ -10,9 +10,13 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_patch.data.errors import DataError
+from megatron_patch.data.manifest import read_manifest
 from megatron_patch.launcher import render
+from megatron_patch.launcher.rank import SecretsError, read_secrets
 from megatron_patch.launcher.render import Job
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema.run import Loaded
@@ -97,6 +101,28 @@ def submit(job: Job, loaded: Loaded) -> str:
     with (job.launch_dir / "submitted").open("a", encoding="utf-8") as out:
         out.write(f"{match[1]} {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n")
     return match[1]
+
+
+def unseen(job: Job) -> Iterator[str]:
+    """What this machine sees too little of for the ranks to start, a line each.
+
+    Said and not refused: nodes may have a disk that a login node has not.
+    """
+    data, secrets = job.run.data, job.absolute(job.run.cluster.secrets_file)
+    for path in data.paths:
+        try:
+            read_manifest(job.absolute(path))
+        except DataError as error:
+            yield from error.problems
+    tokenizer = job.absolute(data.tokenizer.path)
+    # tiktoken's may be a name
+    if data.tokenizer.kind in ("huggingface", "sentencepiece") and not Path(tokenizer).is_file():
+        yield f"data.tokenizer.path: there is no file {tokenizer}"
+    if secrets:
+        try:
+            read_secrets(secrets)
+        except SecretsError as error:
+            yield str(error)
 
 
 def refuse_second(job: Job) -> None:

@@ -101,6 +101,12 @@ class DataConfig:
     document_attention: bool = False
     """Attention, positions and loss stop at ends of documents."""
 
+    @property
+    def paths(self) -> list[str]:
+        """Prefixes of all datasets, each once, in the order they are named."""
+        every = [*self.blend, *self.train, *self.valid, *self.test]
+        return list(dict.fromkeys(dataset.path for dataset in every))
+
     def problems(self) -> Iterator[Problem]:
         yield from self._blend_problems()
         yield from self._split_problems()

@@ -224,6 +224,18 @@ def test_the_standard_library_is_a_corpus(tmp_path, monkeypatch):
     assert tokenizer.read_bytes() == before
 
 
+def test_a_tokenizer_of_fewer_ids_than_asked_for_is_not_left(tmp_path):
+    """It would be the next attempt's, as it is."""
+    (tmp_path / "a.txt").write_text("one line of text\n" * 9)
+    tokenizer = tmp_path / "tok.json"
+    changes = {"tokenizer": "huggingface", "tokenizer_path": str(tokenizer)}
+    with pytest.raises(DataError, match="asks for 4096: the text is too small"):
+        make(tmp_path / "out", tmp_path / "a.txt", train_bpe=4096, **changes)
+    assert not tokenizer.exists()
+    made = make(tmp_path / "out", tmp_path / "a.txt", train_bpe=260, **changes)
+    assert made.tokenizer.vocab_size == 260
+
+
 def test_the_bin_of_another_tool_is_a_token_file(tmp_path, corpora):
     for ending in (".bin", ".idx"):
         (tmp_path / f"c{ending}").write_bytes(Path(f"{corpora[0]}{ending}").read_bytes())

@@ -104,3 +104,15 @@ def test_without_slurm(launch, monkeypatch, tmp_path, capsys):
 
 def test_launch_error_is_the_users(launch):
     assert LaunchError.exit_code == 2
+
+
+def test_what_the_ranks_would_miss_is_said_before_the_queue(launch, shims, capsys):
+    """A login node may not see what nodes see: said, and submitted all the same."""
+    secrets = shims.folder / "secrets"
+    secrets.write_text("WANDB_API_KEY=hidden\n")
+    secrets.chmod(0o644)
+    assert launch("--set", "cluster.secrets_file=secrets") == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "corpus.manifest.json: there is no manifest" in line]
+    assert [line for line in said if "must be yours and have mode 0600" in line]
+    assert all(line.startswith("warning: ") for line in said) and "hidden" not in str(said)
