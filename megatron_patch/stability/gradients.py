@@ -40,6 +40,7 @@ class LayerNorms:
     def __init__(self, watched: Watched, *, device: torch.device, first: bool = True) -> None:
         layers = watched.layers
         self.squares = torch.zeros(layers + 1, dtype=torch.float64, device=device)
+        self.measured = False
         self._pieces: list[tuple[Any, int, int]] = []  # buffer, first and last value
         slots: list[int] = []
         for chunk, root in zip(watched.chunks, watched.roots, strict=True):
@@ -64,10 +65,12 @@ class LayerNorms:
     def clear(self) -> None:
         """Begin another observation."""
         self.squares.zero_()
+        self.measured = False
 
     @torch.no_grad()
     def measure(self) -> None:
         """Add this rank's share; call between the reduction and the optimizer's step."""
+        self.measured = True
         if not self._pieces:
             return
         values = [buffer.grad_data[begin:end] for buffer, begin, end in self._pieces]

@@ -145,7 +145,7 @@ class AttentionMonitor:
         self.weights = SpectralNorms(watched.sites)
         self.window = StepWindow(options.interval, groups)
         self.reduction = Reduction()
-        self._observing = False
+        self._observing, self._told = False, False
         self._writer: Writer | None = None
         self.switched_at = 0
         """Step after which the guard switched; 0: it did not."""
@@ -350,6 +350,12 @@ class AttentionMonitor:
 
     def _send(self, step: int, lr: float | None) -> None:
         """Start what was summed on its way."""
+        if not (self.norms.measured or self._told):
+            self._told = True
+            self._log(
+                f"step {step:,}: grads_reduced() was not called, so no layer's gradient norm is "
+                "known; call it in every step, once gradients are reduced and before they are clipped"
+            )
         if lr is None:
             groups = getattr(self._optimizer, "param_groups", None) or [{}]
             lr = float(groups[0].get("lr", math.nan))

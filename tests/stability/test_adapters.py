@@ -74,6 +74,7 @@ def loop(
     library: str = "",
     dtype: torch.dtype = torch.float32,
     calls: Mapping[str, Any] = MappingProxyType({}),
+    reduced: bool = True,
     **options: Any,
 ) -> list[Any]:
     """A plain training loop with the monitor in it; the records that it was given."""
@@ -91,7 +92,8 @@ def loop(
         optimizer.zero_grad()
         loss = model(batch).square().mean()
         loss.backward()
-        monitor.grads_reduced()
+        if reduced:
+            monitor.grads_reduced()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         found.append(monitor.after_step(step, loss=loss, grad_norm=norm))
@@ -127,6 +129,16 @@ def test_a_module_that_calls_our_library_is_not_judged_by_a_plain_o(tmp_path, li
     heads = record.read(tmp_path).heads
     assert np.isnan(heads["used_error_rms"]).all() == unknown
     assert (heads["delta_error_rms"] > 0).all()
+
+
+def test_a_loop_without_grads_reduced_is_told_once(tmp_path):
+    said: list[str] = []
+    loop(tmp_path / "whole", log=said.append)
+    assert not any("grads_reduced" in line for line in said)
+    loop(tmp_path / "without", reduced=False, log=said.append)
+    assert [line[:34] for line in said if "norm is" in line] == [
+        "step 1: grads_reduced() was not ca"
+    ]
 
 
 def test_the_report_reads_what_a_monitor_wrote(tmp_path):
