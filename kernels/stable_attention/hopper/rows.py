@@ -9,13 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stable_attention.hopper.tiles import FIELDS
-from stable_attention.numerics import lse_to_shift
+from stable_attention.hopper.tiles import FIELDS, ONE_PLANE
+from stable_attention.numerics import key_of_rank, lse_planes_to_shift, lse_to_shift
 from stable_attention.triton.geometry import locate
 from stable_attention.triton.memory import POINTERS, load_tile, store_tile, tile_offsets
 
 CHUNK = tl.constexpr(1024)
 """Sequences whose tiles are counted at once."""
+LARGEST = tl.constexpr(4096.0)
+"""Largest LSE, in log2 units, that one float32 number holds well enough: P is off by 2^-13."""
 
 
 @triton.jit
@@ -89,13 +91,17 @@ def _query_tile(places_ptr, counter_ptr, t, sq, PACKED: tl.constexpr):
         return t, 0, sq
 
 
-@triton.jit(do_not_specialize=("sq", "heads", "query_tiles", "stride_lb", "stride_lh"))
+@triton.jit(do_not_specialize=("sq", "heads", "query_tiles", "stride_lb", "stride_lh", "plane"))
 def rows_kernel(
-    lse_ptr, delta_ptr, shift_ptr, padded_ptr, turns_ptr, counter_ptr, places_ptr,
-    stride_lb, stride_lh, sq, heads, query_tiles,
+    lse_ptr, delta_ptr, shift_ptr, padded_ptr, rank_ptr, turns_ptr, counter_ptr, places_ptr,
+    stride_lb, stride_lh, plane, sq, heads, query_tiles,
     BM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Shift (log2 units) and delta of a query tile, whole: rows past the end have P = 0."""
+    """Shift (log2 units) and delta of a query tile, whole: rows past the end have P = 0.
+
+    With ranks, which start at 0, a tile's second plane of LSE follows its shift; ``plane``: its
+    stride.
+    """
     tile = tl.program_id(0)
     head = tile // query_tiles
     m, start, sq = _query_tile(places_ptr, counter_ptr, tile % query_tiles, sq, PACKED)
@@ -106,7 +112,15 @@ def rows_kernel(
     lse = tl.load(lse_ptr + first + rows, mask=ok, other=-float("inf"))
     delta = tl.load(delta_ptr + first + rows, mask=ok, other=0.0)
     place = tile.to(tl.int64) * BM + tl.arange(0, BM)
-    tl.store(shift_ptr + place, lse_to_shift(lse))
+    if rank_ptr is not None:
+        rest = tl.load(lse_ptr + tl.cast(plane, tl.int64) + first + rows, mask=ok, other=0.0)
+        planes = shift_ptr + tile.to(tl.int64) * (2 * BM) + tl.arange(0, BM)
+        tl.store(planes, lse_planes_to_shift(lse))
+        largest = tl.max(tl.where(lse == -float("inf"), 0.0, tl.abs(lse)), 0)
+        tl.store(planes + BM, tl.where(largest <= LARGEST, ONE_PLANE, rest))
+        tl.store(rank_ptr + place, tl.zeros([BM], tl.int32))
+    else:
+        tl.store(shift_ptr + place, lse_to_shift(lse))
     tl.store(padded_ptr + place, delta)
     if turns_ptr is not None:
         tl.store(turns_ptr + tile, 0)
@@ -114,22 +128,41 @@ def rows_kernel(
         tl.store(counter_ptr, 0)
 
 
-@triton.jit(do_not_specialize=("s", "heads", "tiles"))
+@triton.jit
+def _along_keys(
+    excess_ptr, rank_ptr, target_ptr, key_ptr, tile, target_row, ok, keys, stride_ks,
+    ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, D]: what rows of dS sum to too much, times a key of their largest dS."""
+    rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    excess = tl.load(excess_ptr + rows)
+    if target_ptr is not None:
+        excess -= tl.load(target_ptr + target_row, mask=ok, other=0.0)
+    key, found = key_of_rank(tl.load(rank_ptr + rows))
+    found &= ok & (key < keys)
+    place = key_ptr + key.to(tl.int64)[:, None] * stride_ks + tl.arange(0, D)[None, :]
+    return excess[:, None] * tl.load(place, mask=found[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=("s", "heads", "tiles", "keys", "group", "stride_lb", "stride_lh"))
 def sum_kernel(
     sum_ptr, out_ptr, turns_ptr, counter_ptr, places_ptr, stride_b, stride_s, stride_h,
     s, heads, tiles, scale,
+    excess_ptr, rank_ptr, target_ptr, key_ptr, stride_lb, stride_lh, stride_kb, stride_ks,
+    stride_kh, keys, group,
     ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
     PACKED: tl.constexpr, LATER: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """A gradient tile in its own type and layout from PARTS float32 sums, in their order.
 
     With TURNS, those of a tile to which nobody added are 0. LATER: tiles are of keys. ADD: to what
-    is there.
+    is there. With excess_ptr: less what `_along_keys` says; target_ptr has LSE's strides.
     """
     tile = tl.program_id(0)
     head = tile // tiles
     t = tile % tiles
     start = 0
+    start_k = 0
     n = t
     if PACKED:
         place = places_ptr + t * FIELDS
@@ -137,6 +170,9 @@ def sum_kernel(
         n = tl.load(place, mask=ok, other=0)
         start = tl.load(place + 1 + 2 * LATER, mask=ok, other=0)
         s = tl.load(place + 2 + 2 * LATER, mask=ok, other=0)
+        if excess_ptr is not None:
+            start_k = tl.load(place + 3, mask=ok, other=0)
+            keys = tl.load(place + 4, mask=ok, other=0)
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     first = (head * PARTS * tiles + t).to(tl.int64) * (ROWS * D)
@@ -144,6 +180,14 @@ def sum_kernel(
     for _part in tl.static_range(1, PARTS):
         first += tiles.to(tl.int64) * (ROWS * D)
         total += tl.load(sum_ptr + first + tile_offsets(D, ROWS, D))
+    if excess_ptr is not None:
+        rows = n * ROWS + tl.arange(0, ROWS)
+        key_ptr += b * stride_kb + (h // group) * stride_kh
+        key_ptr += tl.cast(start_k, tl.int64) * stride_ks
+        total -= _along_keys(
+            excess_ptr, rank_ptr, target_ptr, key_ptr, tile,
+            b * stride_lb + h * stride_lh + start + rows, rows < s, keys, stride_ks, ROWS, D,
+        )  # fmt: skip
     if TURNS:
         total = tl.where(tl.load(turns_ptr + tile) > 0, total, 0.0)
     where = out_ptr + b * stride_b + h * stride_h + tl.cast(start, tl.int64) * stride_s
