@@ -384,6 +384,7 @@ PROPERTIES: dict[str, Callable[[], list[str]]] = {
     "large logits, projected": lambda: large_logits("projected"),
     "large logits, projected along a key": lambda: large_logits("compensated_projected"),
     "sm_90, projected": lambda: on_sm90(rows_that_sum_to_zero, "tie3"),
+    "sm_90, saturated": lambda: on_sm90(rows_that_sum_to_zero, "one"),
     "sm_90, large logits": lambda: on_sm90(large_logits),
     "sm_90, sinks": problems,
 }

@@ -41,7 +41,13 @@ from stable_attention.hopper.plan import (
     units,
 )
 from stable_attention.hopper.query_gradient import query_kernel
-from stable_attention.hopper.rows import places_kernel, rows_kernel, sum_kernel
+from stable_attention.hopper.rows import (
+    MARKED,
+    places_kernel,
+    rows_kernel,
+    saturated_kernel,
+    sum_kernel,
+)
 from stable_attention.hopper.shapes import FORWARD, TILES, width
 from stable_attention.hopper.tiles import FIELDS, TILE
 from stable_attention.hopper.wide import key_arguments, query_arguments
@@ -62,8 +68,8 @@ L2_FORWARD = {True: 32 * 2**20, False: 8 * 2**20}
 SEGMENT = 2048
 """Keys that the tensor cores add up before "compensated" adds in float32. `numerics.truncation` of
 them, 8e-6, is within the 1e-5 of RMS(delta) that its mean error may have at any length."""
-NOTHING = (None,) * 4
-"""What `sum_kernel` takes off a gradient of which nothing is."""
+NOTHING = (None,) * 9
+"""Of what `sum_kernel` takes off a gradient of which nothing is."""
 
 
 def forward(
@@ -234,20 +240,24 @@ def _launch(
     new = functools.partial(torch.empty, device=q.device)
     wide = problem.d > 128
     shift, padded = new((2, tiles, bm), dtype=torch.float32).unbind()
-    excess = rank = None
+    excess = rank = weight = of_key = marks = None
     if problem.planes > 1:
         shift = new((tiles, 2 * bm), dtype=torch.float32)
         excess = new((tiles, bm), dtype=torch.float32)
         rank = new((tiles, bm), dtype=torch.int32)
+        weight, of_key = torch.empty_like(excess), torch.empty_like(rank)
+        tokens = problem.tk if problem.varlen else problem.sk
+        blocks = triton.cdiv(tokens, MARKED.value) + 1
+        marks = new((plan.entries * problem.kv_heads, blocks), dtype=torch.int32)
     turns = None if wide else new(tiles, dtype=torch.int32)
     counter, places = _places(plan, extras, q.device, backward=True)
     of_queries, of_keys = (None, None) if places is None else places.unbind()
     launch(
         rows_kernel,
         (plan,),
-        (lse, delta, shift, padded, rank, turns, counter, of_queries),
+        (lse, delta, shift, padded, rank, marks, turns, counter, of_queries),
         functools.partial(_rows_arguments, plan),
-        own=6,
+        own=7,
     )
     if wide:
         launch(
@@ -283,7 +293,9 @@ def _launch(
         own=9,
     )  # fmt: skip
     touched = turns if plan.band else None
-    found = (k, target, excess, rank) if problem.planes > 1 else NOTHING
+    found = (
+        NOTHING if excess is None else (k, q, target, excess, rank, shift, weight, of_key, marks)
+    )
     todo = [(dq, sums, found, touched, of_queries, False, problem.scale)]
     if partial is not None:
         of_k, of_v = partial.unbind()
@@ -297,16 +309,25 @@ def _launch(
             (plan, keys, scale, add),
             (out, *found, total, adds, None if places is None else counter, table),
             functools.partial(_sum_arguments, plan, keys, scale, add),
-            own=4,
+            own=10,
+        )
+    if excess is not None:
+        launch(
+            saturated_kernel,
+            (plan,),
+            (dk, q, weight, of_key, marks, None if places is None else counter, of_keys),
+            functools.partial(_saturated_arguments, plan),
+            own=5,
         )
 
 
-def _rows_arguments(plan: Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> Arguments:
-    problem, tiles = plan.problem, plan.backward_tiles
+def _rows_arguments(plan: Plan, lse: torch.Tensor, *tensors: torch.Tensor | None) -> Arguments:
+    problem, tiles, marks = plan.problem, plan.backward_tiles, tensors[4]
     steps = (0, lse.stride(-2)) if problem.varlen else (lse.stride(-3), lse.stride(-2))
     plane = lse.stride(0) if problem.planes > 1 else None
     positional = (
-        lse, *tensors, *steps, plane, problem.sq, problem.heads, tiles,
+        lse, *tensors, *steps, plane, None if marks is None else marks.numel(),
+        problem.sq, problem.heads, tiles,
     )  # fmt: skip
     named: dict[str, object] = {
         "BM": TILES[problem.d][0], "PACKED": problem.varlen, "num_warps": 2,
@@ -315,10 +336,10 @@ def _rows_arguments(plan: Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> Ar
 
 
 def _sum_arguments(
-    plan: Plan, keys: bool, scale: float, add: bool,
-    out: torch.Tensor, k: torch.Tensor | None, target: torch.Tensor | None,
-    excess: torch.Tensor | None, rank: torch.Tensor | None, total: torch.Tensor, *others: Any,
+    plan: Plan, keys: bool, scale: float, add: bool, out: torch.Tensor, k: torch.Tensor | None,
+    q: torch.Tensor | None, target: torch.Tensor | None, *others: Any,
 ) -> Arguments:  # fmt: skip
+    *found, total, adds, counter, table = others
     problem = plan.problem
     bm, bn = TILES[problem.d]
     heads, length, tiles, rows = (
@@ -327,22 +348,44 @@ def _sum_arguments(
         else (problem.heads, problem.sq, plan.backward_tiles, bm)
     )
     # None is no argument of a compiled kernel: calls without keep their code.
-    carrier: tuple[int | None, ...] = (None,) * 7
-    if k is not None:
+    carrier: tuple[float | None, ...] = (None,) * 14
+    if k is not None and q is not None:
         rows_of: tuple[int, ...] = (0, 0)
         if target is not None:
             rows_of = (0, target.stride(0)) if problem.varlen else target.stride()[:2]
-        carrier = (*rows_of, *strides(k, problem.layout), problem.sk, problem.group)
+        carrier = (
+            *rows_of, *strides(k, problem.layout), *strides(q, problem.layout),
+            found[-1].shape[1], problem.sk, *reach(problem), problem.group, units(problem)[0],
+        )  # fmt: skip
     positional = (
-        total, out, *others, *strides(out, problem.layout), length, heads, tiles, scale,
-        excess, rank, target, k, *carrier,
+        total, out, adds, counter, table, *strides(out, problem.layout), length, heads, tiles,
+        scale, *found, target, k, q, *carrier,
     )  # fmt: skip
     named: dict[str, object] = {
         "ROWS": rows, "D": problem.d, "PARTS": plan.parts if keys else 1,
-        "TURNS": others[0] is not None, "PACKED": problem.varlen, "LATER": int(keys),
+        "TURNS": adds is not None, "PACKED": problem.varlen, "LATER": int(keys),
         "ADD": add, "num_warps": rows // 16,
     }  # fmt: skip
     return (plan.entries * heads * tiles,), positional, named
+
+
+def _saturated_arguments(
+    plan: Plan, dk: torch.Tensor, q: torch.Tensor, weight: torch.Tensor, of_key: torch.Tensor,
+    marks: torch.Tensor, *table: torch.Tensor | None,
+) -> Arguments:  # fmt: skip
+    problem = plan.problem
+    bm, bn = TILES[problem.d]
+    positional = (
+        dk, q, weight, of_key, marks, *table, *strides(dk, problem.layout),
+        *strides(q, problem.layout), marks.shape[1], problem.sq, problem.sk, *reach(problem),
+        problem.kv_heads, problem.group, plan.key_tiles, plan.backward_tiles, problem.scale,
+    )  # fmt: skip
+    named: dict[str, object] = {
+        "BM": bm, "BN": bn, "D": problem.d, "PACKED": problem.varlen, "SCAN": 1024, "STEP": 64,
+        # Most programs have no work: two to a processor.
+        "num_warps": 8, "maxnreg": 128,
+    }  # fmt: skip
+    return (plan.entries * problem.kv_heads * plan.key_tiles,), positional, named
 
 
 def _forward_arguments(
