@@ -14,7 +14,7 @@ import torch
 from attention_cases import Case
 from error_rule import check_case
 
-CUT = 2.0**-20
+CUT = 2.0**-18
 """What delta lacks here, as after the forward pass of a GPU, whose sums lose bits on the way."""
 ORDER = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}
 
