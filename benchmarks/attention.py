@@ -430,7 +430,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout in a window": {"dropout_p": 0.1, "window": (1023, 0)},
     "O_lo in int8": {"residual": "int8"},
     "O_lo in fp32": {"residual": "fp32"},
-    **{x: {"stabilizer": x} for x in ("dynamic_max", "projected", "compensated_projected")},
+    **{x: {"stabilizer": x} for x in ("dynamic_max", "projected")},
 }
 """Calls of which sm_90 leaves a pass to the portable kernels."""
 

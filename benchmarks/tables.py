@@ -252,7 +252,9 @@ def kernel_features(parts: Parts) -> Table:
     """Time of calls that the portable kernels serve on sm_90, over the same without a feature."""
     result = parts["features"]
     pairs = {
-        row["feature"]: [row["peers"][x] for x in ("with", "without")] for row in result["rows"]
+        row["feature"]: [row["peers"][x] for x in ("with", "without")]
+        for row in result["rows"]
+        if row["feature"] != "compensated_projected"  # served by now
     }
     body = [[name, *(f"{x[p] / y[p]:.2f}" for p in PASSES)] for name, (x, y) in pairs.items()]
     b, s, h, d = (result["shape"][x] for x in "bshd")

@@ -54,6 +54,7 @@ KERNELS = (
     hopper_forward.forward_kernel,
     rows.places_kernel,
     rows.sum_kernel,
+    rows.saturated_kernel,
     quantise.mean_kernel,
     quantise.quantise_kernel,
     quantise.turn_kernel,

@@ -383,6 +383,14 @@ def largest_key(rank, tile, BN: tl.constexpr):
 
 
 @triton.jit
+def key_of_rank(rank):
+    """(key, whether there is one) of a row's largest dS: the last of those that are within a factor
+    of two of it. The upper 8 of the 15 bits of |dS| are those of a rank, the key is in its lower
+    23: one integer maximum finds both, in any order."""
+    return rank & 0x7FFFFF, rank > 0x7FFFFF
+
+
+@triton.jit
 def score_slope(ds, s, CAPPED: tl.constexpr):
     """Chain rule through the softcap: s = tanh(.) here, whose derivative is 1 - s^2."""
     if CAPPED:

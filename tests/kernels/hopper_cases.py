@@ -121,16 +121,19 @@ class Case:
             function = forward.forward_kernel
             low = torch.empty_like(out) if self.low else None
             made = launch._forward_arguments(
-                self.plan, q, k, v, out, low, self.lse, None, None, None, c, places
+                self.plan, q, k, v, out, low, self.lse, None, None, None, None, c, places
             )  # fmt: skip
         else:
             function = backward.backward_kernel
             sums = torch.empty(self.tiles * self.rows.shape[1], self.p.d)
             partial = torch.empty(1) if self.parts > 1 else None
             turns = torch.zeros(self.tiles, dtype=torch.int32)
+            excess = rank = None
+            if self.p.planes > 1:
+                excess, rank = self.rows, self.rows
             made = launch._backward_arguments(
-                self.plan, q, k, v, out, k, v, None, self.rows, self.rows, sums, turns, c, places,
-                partial,
+                self.plan, q, k, v, out, k, v, None, self.rows, self.rows, sums, excess, rank,
+                turns, c, places, partial,
             )  # fmt: skip
         names = list(inspect.signature(function.fn).parameters)
         given = dict(zip(names, made[1], strict=False)) | made[2]
@@ -233,6 +236,12 @@ def check_backward(case: Case, run: Run) -> None:
             for down, column in ((0, 0), (64, 0) if bm == 128 else (0, p.d // 2)):
                 found = run.written.pop(Tile("sum", row * bm + down, column), [])
                 assert [list(x.terms) for x in found] == [[w] for w in wanted], (s, h, m)
+            if p.planes > 1:
+                found = run.written.pop(Tile("excess", row, 0), [])
+                assert [x.whole() for x in found] == wanted, (s, h, m)
+                for first in range(row * bm, row * bm + bm, 32):
+                    followed = [x.whole() for x in run.followed.get(("rank", first), [])]
+                    assert set(followed) >= set(wanted), (s, h, m)
 
 
 def check_query_gradient(case: Case, run: Run) -> None:

@@ -48,7 +48,8 @@ class Layout:
 def _max(x: Value, axis: int) -> Any:
     if x.shape == (1,):
         x.used()
-        return x.number
+        # Of numbers that tiles hold nothing is known.
+        return now.role.run_of.rng.choice([0.0, 1e38]) if x.number is None else x.number
     y = together(x, flat=True)
     return y.like(y.shape[:axis] + y.shape[axis + 1 :])
 
@@ -83,9 +84,15 @@ def _store(place: Value, x: Value, mask: Any = None) -> None:
 
 
 def _assembler(asm: str, constraints: str, args: list[Value], dtype: Any, **_: Any) -> Value:
-    made = together(args[0])
+    made = together(*args)
     made.dtype = dtype
     return made
+
+
+def _atomic_max(place: Any, x: Any, sem: str) -> None:
+    if isinstance(x, Value):
+        x.used()
+        step().run_of.followed.setdefault(place.number, []).append(x)
 
 
 def _full(shape: Any, x: Any, dtype: Any, layout: Any = None) -> Value:
@@ -129,7 +136,7 @@ class Language:
     split = staticmethod(lambda x: (x.like(x.shape[:-1]), x.like(x.shape[:-1])))
     convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
     inline_asm_elementwise = staticmethod(_assembler)
-    atomic_max = staticmethod(lambda place, x, sem: x.used() if isinstance(x, Value) else None)
+    atomic_max = staticmethod(_atomic_max)
     program_id = staticmethod(lambda _: now.role.program.number)
     num_programs = staticmethod(lambda _: now.role.program.of)
     allocate_shared_memory = staticmethod(allocate)
@@ -362,6 +369,9 @@ class Sources:
             "triton.experimental": Space(gluon=GLUON),
             "triton.experimental.gluon": GLUON,
             "triton.experimental.gluon.language": Space(_core=Space(builtin=_jit)),
+            "triton.experimental.gluon.language.nvidia.ampere": Space(
+                mma_v2=lambda a, b, acc: together(acc, together(a, flat=True)).like(acc.shape)
+            ),
             "triton.experimental.gluon.language.nvidia.hopper": HOPPER,
             "triton._C.libtriton": Space(ir=None),
         }

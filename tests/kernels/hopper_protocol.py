@@ -76,6 +76,7 @@ class Run:
         self.fault: BaseException | None = None
         self.done = threading.Semaphore(0)
         self.written: dict[Any, list[Value]] = {}
+        self.followed: dict[Any, list[Value]] = {}  # maxima in global memory
         self.adding: dict[Any, Role] = {}
 
     def start(self, roles: list[Role]) -> None:
@@ -235,6 +236,8 @@ for _name in [
     "le",
     "gt",
     "lt",
+    "lshift",
+    "rshift",
     "and",
     "or",
 ]:
@@ -285,6 +288,8 @@ class View:
 
     def index(self, i: int) -> View:
         each = len(self.cells) // self.shape[0]
+        if each == 0:  # part of a cell
+            return View(self.shape[1:], self.cells, self.dtype)
         return View(self.shape[1:], self.cells[i * each : (i + 1) * each], self.dtype)
 
     def slice(self, start: int, length: int, dim: int = 0) -> View:
@@ -292,7 +297,8 @@ class View:
         if not 0 <= start <= start + length <= shape[dim]:
             raise Fault(f"slice {start}..{start + length} of {shape}")
         shape[dim] = length
-        rows = slice(start // 64, -(-(start + length) // 64)) if dim == 0 else slice(None)
+        whole = dim or len(shape) == 1  # numbers of rows lie in one cell
+        rows = slice(None) if whole else slice(start // 64, -(-(start + length) // 64))
         return View(shape, self.cells[rows], self.dtype)
 
     def permute(self, order: tuple[int, ...]) -> View:

@@ -28,7 +28,7 @@ PACKAGE = HERE.parent.parent / "kernels" / "stable_attention"
 FORWARD, BACKWARD = "triton/forward.py", "triton/backward.py"
 MEMORY, PARTS = "triton/memory.py", "triton/parts.py"
 NUMERICS, GEOMETRY, PREPROCESS = "numerics.py", "triton/geometry.py", "triton/preprocess.py"
-PROJECTION = "triton/projection.py"
+PROJECTION, HOPPER_ROWS = "triton/projection.py", "hopper/rows.py"
 INT8_FORWARD, INT8_BACKWARD = "int8/forward.py", "int8/backward.py"
 INT8_CODES = "int8/quantise.py"
 PHILOX, OPTIONS = "philox.py", "triton/options.py"
@@ -382,6 +382,20 @@ BUGS = (
         "large logits, projected"),
     Bug("second plane rounded away", NUMERICS, "lo = (base - (hi - back)) + (log - back)",
         "lo = log * 0.0", "large logits, projected"),
+    Bug("sm_90: row sums to zero in spite of a sink", HOPPER_ROWS, "excess -= tl.load(target_ptr",
+        "excess -= 0.0 * tl.load(target_ptr", "sm_90, sinks"),
+    Bug("sm_90: key of another group", HOPPER_ROWS, "(h // group) * stride_kh", "0 * stride_kh",
+        "sm_90, projected"),
+    Bug("sm_90: dK with what delta lacks", HOPPER_ROWS, "NEARLY_ALL = tl.constexpr(15 / 16)",
+        "NEARLY_ALL = tl.constexpr(2.0)", "sm_90, saturated"),
+    Bug("sm_90: dK of another head", HOPPER_ROWS, "dk_ptr += b * stride_kb + h * stride_kh",
+        "dk_ptr += b * stride_kb + 0 * stride_kh", "sm_90, saturated"),
+    Bug("sm_90: a block of rows without its share of dK", HOPPER_ROWS, "for i in range(low,",
+        "for i in range(low + STEP,", "sm_90, saturated"),
+    Bug("sm_90: the largest dS has nearly all of P", HOPPER_ROWS, "if common < keys:",
+        "if common < 0:", "sm_90, saturated"),
+    Bug("sm_90: one plane of LSE for large logits", HOPPER_ROWS, "tl.where(largest <= LARGEST",
+        "tl.where(largest <= 1e30", "sm_90, large logits"),
     # --- INT8
     Bug("codes cut off, not rounded", INT8_CODES, "nearest(codes), m0", "codes.to(tl.int8), m0",
         "int8 causal"),

@@ -14,6 +14,7 @@ from planted_bugs import Bug
 
 CONSUMER, SOFTMAX, TILES = "hopper/consumer.py", "hopper/softmax.py", "hopper/tiles.py"
 PRODUCER, BACKWARD, ROWS = "hopper/producer.py", "hopper/backward.py", "hopper/rows.py"
+EXCESS = "hopper/excess.py"
 KEY_GRADIENTS, QUERY_GRADIENT = "hopper/key_gradients.py", "hopper/query_gradient.py"
 
 # Seed 1: a run without LSE too, as seeds divisible by 3 get, would compile each kernel twice.
@@ -27,6 +28,7 @@ POSITIVE = "sq=200 sk=200 causal=1 d=64 values=positive seed=1"
 SINK = "sq=200 sk=200 causal=1 d=64 sinks=learned seed=1"
 PACKED = "layout=thd lens_q=5,200,333 lens_k=40,200,333 causal=1 left=70 hq=4 d=64 seed=1"
 SEGMENTS = "sq=64 sk=4500 hq=1 hk=1 d=128 seed=1"
+SUMMED = "sq=300 sk=300 causal=1 d=64 sinks=learned stabilizer=compensated_projected seed=1"
 MLA = "sq=200 sk=200 causal=1 hq=2 hk=1 d=192 dv=128 seed=1"
 
 BUGS = (
@@ -56,9 +58,11 @@ BUGS = (
         "ds = (p * dp).to(dtype)", FULL),
     Bug("dK without the scale", BACKWARD, "rounded = (dk * gradients.scale).to(out.dtype)",
         "rounded = dk.to(out.dtype)", FULL),
-    Bug("dS in the other consumer's place", BACKWARD, "ds_s.index(slot).slice(W * 64, 64)",
-        "ds_s.index(slot).slice(64 - W * 64, 64)", MANY),
-    Bug("second addition to dQ skipped", BACKWARD, "elif turn > 0:", "elif turn > 1:", FULL),
+    Bug("dS in the other consumer's place", BACKWARD,
+        "ds_s.index(slot).slice(W * 64, 64).store(ds)",
+        "ds_s.index(slot).slice(64 - W * 64, 64).store(ds)", MANY),
+    Bug("second addition to dQ skipped", BACKWARD, "elif turn > 0:  # not",
+        "elif turn > 1:  # not", FULL),
     Bug("next tile's scores from this tile's queries", BACKWARD,
         "k, q_s.index(following).permute((1, 0))", "k, q_s.index(slot).permute((1, 0))", MANY),
     Bug("dV from dO of the other slot", BACKWARD, "mma(p_rounded, do_s.index(slot), dv",
@@ -69,6 +73,15 @@ BUGS = (
         "b = gl.maximum(head // items.heads - 1, 0)\n            part", MANY),
     Bug("second part of a group's dK and dV left out", ROWS, "tl.static_range(1, PARTS)",
         "tl.static_range(2, PARTS)", MANY),
+    # --- rows of dS
+    Bug("target of other rows", ROWS, "tl.load(target_ptr + row,",
+        "tl.load(target_ptr + row // 2,", SUMMED),
+    Bug("rows not summed", EXCESS, "sums.index(i).store(total)", "sums.index(i).store(total * 0.0)",
+        SUMMED),
+    Bug("sums of other queries", EXCESS, "sums.index(i).store(total)",
+        "sums.index(FIRST + COUNT - 1 - i + FIRST).store(total)", SUMMED),
+    Bug("half of the keys of a tile not summed", EXCESS, "static_range(STEPS)",
+        "static_range(STEPS // 2)", SUMMED),
     # --- backward in two kernels
     Bug("P from the other place", KEY_GRADIENTS, "fetched(p_s.index(p_place), S_L)",
         "fetched(p_s.index(p_place ^ 1), S_L)", MLA),

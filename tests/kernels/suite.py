@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from attention_cases import DEVICE, Case, forward_path, make_inputs
 from error_rule import check_case, run_oracle, run_ours, run_specified
+from hopper_rows import on_hopper, problems
 from int8_cases import MEMBERS as INT8
 
 FEATURES = [
@@ -356,6 +357,11 @@ def window_bounds() -> list[str]:
     return problems
 
 
+def on_sm90(check: Callable[..., list[str]], *arguments: str) -> list[str]:
+    with on_hopper():
+        return check("compensated_projected", *arguments)
+
+
 PROPERTIES: dict[str, Callable[[], list[str]]] = {
     "values of one": values_of_one,
     "values of one, fp16": lambda: values_of_one(torch.float16),
@@ -377,6 +383,10 @@ PROPERTIES: dict[str, Callable[[], list[str]]] = {
     "projected along a key": lambda: rows_that_sum_to_zero("compensated_projected", "tie3"),
     "large logits, projected": lambda: large_logits("projected"),
     "large logits, projected along a key": lambda: large_logits("compensated_projected"),
+    "sm_90, projected": lambda: on_sm90(rows_that_sum_to_zero, "tie3"),
+    "sm_90, saturated": lambda: on_sm90(rows_that_sum_to_zero, "one"),
+    "sm_90, large logits": lambda: on_sm90(large_logits),
+    "sm_90, sinks": problems,
 }
 
 

@@ -165,10 +165,13 @@ rows = []
 whole = dict(window_left=1023)
 chunks = dict(chunked=True, pos_q=2048, pos_k=1500)
 dropped = dict(dropout_p=0.1)
+projected = dict(stabilizer="compensated_projected")
 cases = ((128, "thd", 1, whole), (64, "bshd", 8, whole), (128, "bshd", 8, dict(softcap=30.0)),
          (256, "thd", 1, whole), (256, "bshd", 8, whole), (192, "thd", 2, whole),
          (64, "bshd", 8, chunks), (128, "bshd", 2, chunks),
-         (64, "bshd", 2, dropped), (128, "bshd", 8, dropped))
+         (64, "bshd", 2, dropped), (128, "bshd", 8, dropped),
+         (64, "bshd", 8, projected), (128, "bshd", 8, projected), (64, "thd", 1, projected),
+         (128, "thd", 1, whole | projected))
 for d, layout, kv_heads, options in cases:
     dv = 128 if d == 192 else d
     p = Problem(layout=layout, dtype=torch.bfloat16, batch=2, sq=2048, sk=2048, heads=8, d=d, dv=dv,
@@ -179,14 +182,15 @@ for d, layout, kv_heads, options in cases:
     q, k, v, g = (torch.empty(*tokens, h, n, dtype=p.dtype, device="meta")
                   for h, n in ((8, d), (kv_heads, d), (kv_heads, dv), (8, dv)))
     cu = torch.empty(3, dtype=torch.int32, device="meta") if packed else None
-    lse = torch.empty(*((8, 4096) if packed else (2, 8, 2048)), device="meta")
+    delta = torch.empty(*((8, 4096) if packed else (2, 8, 2048)), device="meta")
+    lse = delta if p.planes == 1 else torch.stack([delta, delta])
     extras = Extras(cu_q=cu, cu_k=cu, seed=torch.empty((), dtype=torch.int64, device="meta"))
     partial = torch.float32 if p.chunked else None
     sums = [torch.empty(x.shape, device="meta") for x in (q, k, v)] if p.chunked else None
     with aot.capture("sm90") as launches:
         if not p.dropout_p:
             hopper.forward(p, q, k, v, extras=extras, out_dtype=partial, with_lse=False)
-        hopper.backward(p, g, q, k, v, lse=lse, delta=lse, extras=extras, accumulators=sums)
+        hopper.backward(p, g, q, k, v, lse=lse, delta=delta, extras=extras, accumulators=sums)
     for x in (aot.compile_launch(launch, "sm90") for launch in launches):
         rows.append(dict(kernel=x.name, spills=x.spill_bytes, shared=x.shared, warnings=x.warnings))
 print(json.dumps(rows))
@@ -202,8 +206,8 @@ def test_bands_and_packed_sequences_compile_for_hopper(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     for row in json.loads(done.stdout.splitlines()[-1]):
-        # Most in a forward pass with softcap, which no call gets here.
-        assert row["shared"] <= 232448 and row["spills"] <= 1700, row
+        # Most in the backward pass of a band that sums rows of dS.
+        assert row["shared"] <= 232448 and row["spills"] <= 2700, row
         assert not [x for x in row["warnings"] if HARMLESS not in x], row
 
 

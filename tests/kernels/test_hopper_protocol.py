@@ -3,6 +3,8 @@ tile too early or waits forever, and every sum has every product as often as it 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hopper_cases import Case, problem
 from hopper_language import Sources
@@ -57,6 +59,16 @@ def test_packed_sequences(kernel: str, d: int, dv: int) -> None:
         d, dv, 150, 200, window_right=0, layout="thd", batch=len(PACKED), tq=tq, tk=tk
     )  # fmt: skip
     tried(kernel, Case(packed, lengths=PACKED), SEEDS, Sources())
+
+
+PROJECTING = {"stabilizer": "compensated_projected"}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("d", [64, 128])
+def test_rows_of_ds_are_summed_and_followed(d: int, mask: str) -> None:
+    given = replace(asked("backward", d, d, mask), **PROJECTING)
+    tried("backward", Case(given), SEEDS, Sources())
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -137,6 +149,43 @@ PLANTED = {
     "turn not passed on": (
         "backward", 64, "nobody can go on", ("pass_turn(turns + tile)", "pass"),
     ),
+    "rows: dS freed before it is summed": (
+        "excess", 64, "before a load of it ends",
+        ("found = () / for i in", "mbarrier.arrive(smem.ds.empty.index(slot), count=1) / ..."),
+        ("mbarrier.arrive(smem.ds.empty.index(slot), count=1) / return", "return"),
+    ),
+    "rows: dS never freed": (
+        "excess", 128, "nobody can go on",
+        ("mbarrier.arrive(smem.ds.empty.index(slot), count=1)", ""),
+    ),
+    "rows: dS summed before it is there": (
+        "excess", 128, "not full", ("mbarrier.wait(smem.ds.full.index(slot), parity)", ""),
+    ),
+    "rows: the writer's half too": (
+        "backward", 64, "not full",
+        ("mbarrier.wait(smem.ds.full.index(W), (number >> 1) & 1)", ""),
+    ),
+    "rows: sums overwritten while they leave": (
+        "excess", 64, "before a store of it ends|nobody can go on|without a fence",
+        ("mbarrier.wait(excess.ring.empty.index(slot), parity ^ 1)", ""),
+    ),
+    "rows: sums without a fence": (
+        "excess", 128, "without a fence", ("fence_async_shared() / mbarrier", "mbarrier"),
+    ),
+    "rows: sums leave before they are there": (
+        "backward", 64, "not full|without a fence|nobody can go on|Sequence",
+        ("mbarrier.wait(excess.ring.full.index(W), (number >> 1) & 1)", ""),
+    ),
+    "rows: half of a tile not followed": (
+        "excess", 64, "Sequence",
+        ("follow_largest(found, m, n, excess, HALF, HALF, T)",
+         "follow_largest(found, m, n, excess, 0, HALF, T)"),
+    ),
+    "rows: a tile not followed": (
+        "backward", 128, "Sequence",
+        ("follow_largest(found, tile, n, excess, 0, HALF, T)",
+         "follow_largest(found, tile, n, excess, 0, 0, T)"),
+    ),
     "Q's place free while O leaves": (
         "consumer", 128, "before a store of it ends",
         ("(blocks == 1) & (tiles > 0), ALL, True)", "(blocks == 1) & (tiles > 0), ALL, False)"),
@@ -168,9 +217,12 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_faults_are_found(name: str) -> None:
     module, d, message, *edits = PLANTED[name]
-    kernel = "forward" if module == "consumer" else module
+    of_rows = name.startswith("rows: ")
+    kernel = {"consumer": "forward", "excess": "backward"}.get(module, module)
     dv = dict(SHAPES[kernel])[d]
     sources = Sources({module: edits})
     with pytest.raises((Fault, AssertionError), match=message):
         for mask in MASKS:
-            tried(kernel, Case(asked(kernel, d, dv, mask)), range(30), sources)
+            given = asked(kernel, d, dv, mask)
+            given = replace(given, **PROJECTING) if of_rows else given
+            tried(kernel, Case(given), range(30), sources)

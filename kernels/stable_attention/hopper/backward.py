@@ -12,7 +12,8 @@ consumer's, which leaves it in shared memory for the two *writers*: they add it 
 global memory by TMA, taking turns in the fixed order of `tiles.turn_of`. The first stores, so
 nothing is cleared, and repeats are bitwise equal.
 
-A slot of the rings is freed by both consumers, of the list of items by the writers too.
+A slot of the rings is freed by both consumers, of the list of items by the writers too. Under
+PROJECT an *adder* is the sixth role: it and the writers sum the rows of dS (`excess`).
 """
 
 from triton.experimental import gluon
@@ -28,14 +29,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from stable_attention.hopper import bundles
 from stable_attention.hopper.barriers import (
     advance,
+    new_barriers,
     pass_turn,
     tma_add,
     wait_for_turn,
 )
 from stable_attention.hopper.dropout import dropped, kept_bits
+from stable_attention.hopper.excess import ROWS, adder, follow_largest, sum_rows
 from stable_attention.hopper.producer import PAIR, backward_producer
 from stable_attention.hopper.softmax import product_layout, softened
 from stable_attention.hopper.tiles import (
+    ONE_PLANE,
     batch_of,
     first_row_of,
     item_at,
@@ -116,9 +120,19 @@ def _step(
     )
     if not T.AHEAD:
         s, dp_made = warpgroup_mma_wait(1, deps=(s_made, dp_made))
-    shift = smem.shift.index(slot).reshape((T.BM,)).load(columns)
+    shift_s = smem.shift.index(slot)
+    if not T.PROJECT:
+        shift = shift_s.reshape((T.BM,)).load(columns)
     s = softened(s, softmax.steepness, T.CAPPED)
-    p = gl.exp2(s * softmax.unit - gl.expand_dims(shift, 0))
+    if T.PROJECT:
+        planes = shift_s.reshape((2 * T.BM,))
+        x = s * softmax.unit - gl.expand_dims(planes.slice(0, T.BM).load(columns), 0)
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        if gl.max(planes.slice(T.BM, 1).load(one), 0) < ONE_PLANE:  # else one plane is enough
+            x = x - gl.expand_dims(planes.slice(T.BM, T.BM).load(columns), 0)
+        p = gl.exp2(x)
+    else:
+        p = gl.exp2(s * softmax.unit - gl.expand_dims(shift, 0))
     if T.BAND:
         # Of the first query and this consumer's first key: which keys it may see.
         middle = m * T.BM + (item.keys - item.queries) - (item.n * T.BN + W * 64)
@@ -151,7 +165,11 @@ def _step(
     ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
     mbarrier.wait(smem.ds.empty.index(slot), parity ^ 1)
     ds_s.index(slot).slice(W * 64, 64).store(ds)
-    ds_operand = gl.convert_layout(ds, A_L)
+    if T.PROJECT and T.AHEAD:
+        # Readers of dS have the registers that it would take; by the arrival all of it lies there.
+        ds_operand = ds_s.index(slot).slice(W * 64, 64)
+    else:
+        ds_operand = gl.convert_layout(ds, A_L)
     fence_async_shared()
     mbarrier.arrive(smem.ds.full.index(slot), count=1)
     before = slot ^ 1
@@ -294,7 +312,7 @@ def _consumer(gradients, smem, items, softmax, drop, W: gl.constexpr, T: gl.cons
 
 
 @gluon.jit
-def _writer(sum_desc, turns, smem, items, W: gl.constexpr, T: gl.constexpr):
+def _writer(sum_desc, excess, turns, smem, items, W: gl.constexpr, T: gl.constexpr):
     """Every second dQ tile: await the turn, store or add, free the buffer once it has been read,
     pass the turn on once all is written."""
     dq_s = smem.dq.slots
@@ -328,6 +346,12 @@ def _writer(sum_desc, turns, smem, items, W: gl.constexpr, T: gl.constexpr):
                 turn = turn_of(m, n, queries, keys, items.right, T.BM, T.BN, T.CAUSAL, T.BAND)
                 if T.BAND:
                     turn = gl.where(seen > 0, turn, -1)
+                if T.PROJECT:
+                    HALF: gl.constexpr = T.BM // ROWS // 2  # of this writer's tiles, in slot W
+                    mbarrier.wait(smem.ds.full.index(W), (number >> 1) & 1)
+                    found = sum_rows(W, smem, excess, 0, HALF, T)
+                    fence_async_shared()
+                    mbarrier.wait(excess.ring.full.index(W), (number >> 1) & 1)
                 wait_for_turn(turns + tile, turn)
                 mbarrier.wait(smem.dq.full.index(number & 1), (number >> 1) & 1)
                 row = tile * T.BM
@@ -336,6 +360,12 @@ def _writer(sum_desc, turns, smem, items, W: gl.constexpr, T: gl.constexpr):
                 if T.BM == 128:
                     second_row = row + 64
                     column = 0
+                if T.PROJECT:
+                    of_rows = excess.ring.slots.index(W)
+                    if turn == 0:
+                        tma.async_copy_shared_to_global(excess.sum_desc, [tile, 0], of_rows)
+                    elif turn > 0:
+                        tma_add(excess.sum_desc, [tile, 0], of_rows)
                 if turn == 0:
                     tma.async_copy_shared_to_global(sum_desc, [row, 0], dq_s.index(0))
                     tma.async_copy_shared_to_global(sum_desc, [second_row, column], dq_s.index(1))
@@ -344,19 +374,14 @@ def _writer(sum_desc, turns, smem, items, W: gl.constexpr, T: gl.constexpr):
                     tma_add(sum_desc, [second_row, column], dq_s.index(1))
                 tma.store_wait(0)
                 mbarrier.arrive(smem.dq.empty, count=1)
+                if T.PROJECT:
+                    mbarrier.arrive(excess.ring.empty.index(W), count=1)
                 if turn >= 0:
                     pass_turn(turns + tile)
+                if T.PROJECT:
+                    follow_largest(found, tile, n, excess, 0, HALF, T)
             done += count * T.GROUP
     tma.store_wait(0)
-
-
-@gluon.jit
-def new_barriers(COUNT: gl.constexpr, SLOTS: gl.constexpr):
-    """A barrier for each slot, which COUNT arrivals complete."""
-    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(barriers.index(i), count=COUNT)
-    return barriers
 
 
 @gluon.jit
@@ -381,7 +406,8 @@ def _new_memory(inputs, sum_desc, T: gl.constexpr):
     do_s = gl.allocate_shared_memory(dtype, [PAIR, T.BM, T.D], tile_l)
     k_s = gl.allocate_shared_memory(dtype, [T.BN, T.D], tile_l)
     v_s = gl.allocate_shared_memory(dtype, [T.BN, T.D], tile_l)
-    shift_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, T.BM], inputs.shift_desc.layout)
+    rows: gl.constexpr = inputs.shift_desc.layout
+    shift_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, (2 if T.PROJECT else 1) * T.BM], rows)
     delta_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, T.BM], inputs.delta_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T.BN, T.BM], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [PAIR, T.BN, T.BM], ds_layout)
@@ -389,8 +415,8 @@ def _new_memory(inputs, sum_desc, T: gl.constexpr):
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, DQ], sum_desc.layout)
     item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return bundles.BackwardMemory(
-        item=_ring(item_s, 1, 4), k=_one_slot(k_s), v=_one_slot(v_s), q=_ring(q_s, 1, 2),
-        do=_ring(do_s, 1, 2), ds=_ring(ds_s, 2, 2),
+        item=_ring(item_s, 1, 5 if T.PROJECT else 4), k=_one_slot(k_s), v=_one_slot(v_s),
+        q=_ring(q_s, 1, 2), do=_ring(do_s, 1, 2), ds=_ring(ds_s, 2, 4 if T.PROJECT else 2),
         dq=bundles.Ring(dq_s, new_barriers(2, PAIR), new_barriers(1, 1).index(0)),
         shift=shift_s, delta=delta_s, out=out_s,
     )  # fmt: skip
@@ -404,7 +430,7 @@ def _new_memory(inputs, sum_desc, T: gl.constexpr):
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_desc, dv_desc, sum_desc,
-    turns, counter, places, part_ptr, seed_ptr,
+    excess_desc, rank_ptr, turns, counter, places, part_ptr, seed_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
     stride_dkb, stride_dkh, stride_dvb, stride_dvh,
     sq, sk, left, right, all_heads, key_tiles, query_tiles, head_block, kv_heads, unit,
@@ -412,10 +438,10 @@ def backward_kernel(
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
     CAPPED: gl.constexpr, BAND: gl.constexpr, PACKED: gl.constexpr, DROPOUT: gl.constexpr,
     EVEN: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, SUMS: gl.constexpr,
-    AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    AHEAD: gl.constexpr, PROJECT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     T: gl.constexpr = bundles.BackwardTraits(
-        BM, BN, D, GROUP, SPLITS, CAUSAL, BAND, PACKED, EVEN, CAPPED, DROPOUT, SUMS, AHEAD
+        BM, BN, D, GROUP, SPLITS, CAUSAL, BAND, PACKED, EVEN, CAPPED, DROPOUT, SUMS, AHEAD, PROJECT
     )
     items = bundles.Items(
         counter, places, sq, sk, left, right,
@@ -438,18 +464,36 @@ def backward_kernel(
     softmax = bundles.Softmax(unit, steepness)
     drop = bundles.Dropout(seed_ptr, threshold, batch_offset, head_offset, keep_scale)
     smem = _new_memory(inputs, sum_desc, T)
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_consumer, (gradients, smem, items, softmax, drop, 0, T)),
-            (_consumer, (gradients, smem, items, softmax, drop, 1, T)),
-            (backward_producer, (inputs, smem, items, T)),
-            (_writer, (sum_desc, turns, smem, items, 0, T)),
-            (_writer, (sum_desc, turns, smem, items, 1, T)),
-        ],
-        [4, 1, 1, 1],
-        [REGISTERS, 24, 24, 24],
-    )
+    if PROJECT:
+        excess_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], shift_desc.layout)
+        excess = bundles.Excess(excess_desc, rank_ptr, _ring(excess_s, 1, 1))
+        fence_async_shared()
+        SMALL: gl.constexpr = 504 - 2 * REGISTERS  # what consumers leave to each of the others
+        gl.warp_specialize(
+            [
+                (_consumer, (gradients, smem, items, softmax, drop, 0, T)),
+                (_consumer, (gradients, smem, items, softmax, drop, 1, T)),
+                (backward_producer, (inputs, smem, items, T)),
+                (_writer, (sum_desc, excess, turns, smem, items, 0, T)),
+                (_writer, (sum_desc, excess, turns, smem, items, 1, T)),
+                (adder, (excess, smem, items, T)),
+            ],
+            [4, 1, 1, 1, 1],
+            [REGISTERS, SMALL, SMALL, SMALL, SMALL],
+        )
+    else:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (_consumer, (gradients, smem, items, softmax, drop, 0, T)),
+                (_consumer, (gradients, smem, items, softmax, drop, 1, T)),
+                (backward_producer, (inputs, smem, items, T)),
+                (_writer, (sum_desc, None, turns, smem, items, 0, T)),
+                (_writer, (sum_desc, None, turns, smem, items, 1, T)),
+            ],
+            [4, 1, 1, 1],
+            [REGISTERS, 24, 24, 24],
+        )
 
 
-__all__ = ["backward_kernel", "new_barriers"]
+__all__ = ["backward_kernel"]

@@ -10,6 +10,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @_core.builtin
@@ -27,6 +28,15 @@ def advance(slot, parity, SLOTS: gl.constexpr):
     following = slot + 1
     wraps = following == SLOTS
     return gl.where(wraps, 0, following), gl.where(wraps, parity ^ 1, parity)
+
+
+@gluon.jit
+def new_barriers(COUNT: gl.constexpr, SLOTS: gl.constexpr):
+    """A barrier for each slot, which COUNT arrivals complete."""
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
 
 
 @gluon.jit
@@ -153,6 +163,7 @@ __all__ = [
     "advance",
     "arrive_if",
     "arrive_named",
+    "new_barriers",
     "next_item",
     "pass_turn",
     "sync_named",

@@ -46,13 +46,15 @@ Dropout = namedtuple("Dropout", "seed_ptr threshold batch_offset head_offset kee
 """`plan.dropout`; offsets are those of the first batch entry and query head in the mask."""
 
 Outputs = namedtuple(
-    "Outputs", "o_desc low_desc part_ptr lse_ptr row_ptr max_ptr stride_b stride_s stride_h tq"
+    "Outputs",
+    "o_desc low_desc part_ptr lse_ptr row_ptr max_ptr stride_b stride_s stride_h tq rest_ptr",
 )
 """Of the forward pass.
 
 o_desc, low_desc: O and its low-order part
 part_ptr: a partial O in float32, instead
-lse_ptr, row_ptr: float32 [B, H, sq] or [H, tq], natural log, of P and of the rounded P
+lse_ptr, row_ptr: float32 [B, H, sq] or [H, tq], natural log, of P and of the rounded P; with
+    rest_ptr the latter in two planes (`numerics.log_sum_exp_planes`)
 max_ptr: float32 [H], largest logits
 stride_b, stride_h: of O, in columns; in elements, with stride_s, of a partial one
 """
@@ -99,19 +101,29 @@ k, v: [BN, D], with barriers that need no index
 q, do: [PAIR, BM, D]
 ds: [PAIR, BN, BM]
 dq: float32 [2, 64, DQ], each consumer's half of one tile; "full" has PAIR barriers
-shift, delta: float32 [PAIR, 1, BM], with the barriers of q and do
+shift, delta: float32 [PAIR, 1, BM], with the barriers of q and do; under PROJECT shift is followed
+    by the second plane of LSE
 out: [2, 64, D], of each consumer, for dV and dK
+"""
+
+Excess = namedtuple("Excess", "sum_desc rank_ptr ring")
+"""Of the rows of dS as it multiplies K, under PROJECT.
+
+sum_desc: their sums float32 [B * H * query tiles, BM]
+rank_ptr: int32 of that shape, `numerics.key_of_rank`
+ring: `Ring` [PAIR, 1, BM], sums of a tile on their way
 """
 
 BackwardTraits = namedtuple(
     "BackwardTraits",
-    "BM BN D GROUP SPLITS CAUSAL BAND PACKED EVEN CAPPED DROPOUT SUMS AHEAD",
+    "BM BN D GROUP SPLITS CAUSAL BAND PACKED EVEN CAPPED DROPOUT SUMS AHEAD PROJECT",
 )
 """Of a backward kernel, as `ForwardTraits`.
 
 GROUP: query heads of an item, of which SPLITS share a key tile
 SUMS: dK and dV are added to others
 AHEAD: scores are made a query tile early
+PROJECT: rows of dS are summed and their largest followed (`excess`), and LSE has two planes
 """
 
 Item = namedtuple("Item", "n first count queries keys head batch")

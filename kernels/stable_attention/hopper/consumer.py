@@ -41,6 +41,7 @@ from stable_attention.hopper.softmax import (
     hidden_after,
     hidden_outside,
     join_total,
+    log_sum_exp_planes,
     opaque_zeros,
     product_layout,
     put_away,
@@ -365,7 +366,11 @@ def forward_consumer(outputs, smem, items, softmax, W: gl.constexpr, T: gl.const
             gl.store(
                 outputs.lse_ptr + place, (row_shift + gl.log2(l_sum)) * LN2, mask=rows < length
             )
-        if outputs.row_ptr is not None:
+        if outputs.rest_ptr is not None:
+            first, rest = log_sum_exp_planes(row_shift, l)
+            gl.store(outputs.row_ptr + place, first, mask=rows < length)
+            gl.store(outputs.rest_ptr + place, rest, mask=rows < length)
+        elif outputs.row_ptr is not None:
             gl.store(outputs.row_ptr + place, (row_shift + gl.log2(l)) * LN2, mask=rows < length)
         share = weight * (1.0 / l)
         if T.BAND:

@@ -24,10 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from stable_attention.hopper import bundles
-from stable_attention.hopper.backward import new_barriers
 from stable_attention.hopper.barriers import (
     advance,
     arrive_named,
+    new_barriers,
     next_item,
     sync_named,
     warp_sync,

@@ -41,7 +41,13 @@ from stable_attention.hopper.plan import (
     units,
 )
 from stable_attention.hopper.query_gradient import query_kernel
-from stable_attention.hopper.rows import places_kernel, rows_kernel, sum_kernel
+from stable_attention.hopper.rows import (
+    MARKED,
+    places_kernel,
+    rows_kernel,
+    saturated_kernel,
+    sum_kernel,
+)
 from stable_attention.hopper.shapes import FORWARD, TILES, width
 from stable_attention.hopper.tiles import FIELDS, TILE
 from stable_attention.hopper.wide import key_arguments, query_arguments
@@ -53,11 +59,17 @@ from stable_attention.triton import forward as portable_forward
 from stable_attention.triton.launches import Arguments, launch
 from stable_attention.triton.results import ForwardResult, allocate, new_gradients
 
+PROJECTING = 232
+"""Registers of a consumer where other warps sum the rows of dS, for which they need 32 at least."""
+RANKED = 2**23
+"""Keys that `numerics.key_of_rank` tells apart."""
 L2_FORWARD = {True: 32 * 2**20, False: 8 * 2**20}
 """The same of the K and V that a group of query heads reads in the forward pass."""
 SEGMENT = 2048
 """Keys that the tensor cores add up before "compensated" adds in float32. `numerics.truncation` of
 them, 8e-6, is within the 1e-5 of RMS(delta) that its mean error may have at any length."""
+NOTHING = (None,) * 9
+"""Of what `sum_kernel` takes off a gradient of which nothing is."""
 
 
 def forward(
@@ -89,6 +101,9 @@ def forward(
             with_lse=with_lse,
         )  # fmt: skip
     lse, row = (x if x.numel() else None for x in (result.lse, result.row_lse))
+    rest = None
+    if problem.planes > 1:
+        row, rest = result.row_lse.unbind()
     sinks = extras.sinks if problem.has_sinks else None
     for part, cut in _parts(problem, found):
         plan = planned(part)
@@ -99,7 +114,7 @@ def forward(
             (
                 *(cut(x, True) for x in (q, k, v, result.out, low)),
                 cut(lse), cut(row), result.max_logits if with_max_logits else None, sinks,
-                counter, places,
+                cut(rest), counter, places,
             ),
             functools.partial(_forward_arguments, plan),
             own=2,
@@ -159,17 +174,19 @@ def backward(
     assert problem.d <= 128 or not (add or problem.dropout_p or problem.softcap), "see `dispatch`"
     dq, dk, dv = accumulators or gradients or new_gradients(problem, q, k, v)[1]
     found = room(problem, (q, k, v, dout) if add else (q, k, v, dout, dk, dv))
-    if not found or extras.pos_q is not None:
+    if not found or extras.pos_q is not None or (problem.planes > 1 and problem.sk > RANKED):
         return portable_backward.backward(
             problem, dout, q, k, v, lse=lse, delta=delta, extras=extras,
             accumulators=accumulators, gradients=(dq, dk, dv),
         )  # fmt: skip
+    target = None
+    if problem.planes > 1 and delta.dim() == lse.dim():
+        delta, target, _ = delta.unbind()
     for part, cut in _parts(problem, found):
         _launch(
             planned(part),
             *(cut(x, True) for x in (q, k, v, dout, dq, dk, dv)),
-            lse=cut(lse),
-            delta=cut(delta),
+            numbers=tuple(cut(x) for x in (lse, delta, target)),
             extras=extras,
             add=add,
         )
@@ -191,7 +208,10 @@ def _parts(problem: Problem, most: int) -> Iterator[tuple[Problem, Callable[...,
         def cut(
             x: torch.Tensor | None, tiled: bool = False, first: int = first, n: int = n
         ) -> torch.Tensor | None:
-            return None if x is None else narrow(problem.layout if tiled else "", first, n, x)
+            if x is None:
+                return None
+            planes = "sbhd" if x.dim() == 4 else ""  # they come before the batch
+            return narrow(problem.layout if tiled else planes, first, n, x)
 
         offset = problem.batch_offset + first if problem.dropout_p > 0 else problem.batch_offset
         yield replace(problem, batch=n, batch_offset=offset), cut
@@ -207,26 +227,37 @@ def _launch(
     dk: torch.Tensor,
     dv: torch.Tensor,
     *,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
+    numbers: tuple[torch.Tensor | None, ...],
     extras: Extras,
     add: bool,
 ) -> None:
+    """numbers: of rows, LSE in one plane or two, delta, and what rows of dS sum to where a
+    projecting stabilizer asks and it is not 0."""
+    lse, delta, target = numbers
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
     bm, bn = TILES[problem.d]
     tiles = plan.entries * problem.heads * plan.backward_tiles
     new = functools.partial(torch.empty, device=q.device)
     wide = problem.d > 128
     shift, padded = new((2, tiles, bm), dtype=torch.float32).unbind()
+    excess = rank = weight = of_key = marks = None
+    if problem.planes > 1:
+        shift = new((tiles, 2 * bm), dtype=torch.float32)
+        excess = new((tiles, bm), dtype=torch.float32)
+        rank = new((tiles, bm), dtype=torch.int32)
+        weight, of_key = torch.empty_like(excess), torch.empty_like(rank)
+        tokens = problem.tk if problem.varlen else problem.sk
+        blocks = triton.cdiv(tokens, MARKED.value) + 1
+        marks = new((plan.entries * problem.kv_heads, blocks), dtype=torch.int32)
     turns = None if wide else new(tiles, dtype=torch.int32)
     counter, places = _places(plan, extras, q.device, backward=True)
     of_queries, of_keys = (None, None) if places is None else places.unbind()
     launch(
         rows_kernel,
         (plan,),
-        (lse, delta, shift, padded, turns, counter, of_queries),
+        (lse, delta, shift, padded, rank, marks, turns, counter, of_queries),
         functools.partial(_rows_arguments, plan),
-        own=5,
+        own=7,
     )
     if wide:
         launch(
@@ -256,33 +287,48 @@ def _launch(
         (
             q, k, v, dout, *((None, None) if add else (dk, dv)),
             extras.seed if problem.dropout_p > 0 else None,
-            shift, padded, sums, turns, counter, of_keys, partial,
+            shift, padded, sums, excess, rank, turns, counter, of_keys, partial,
         ),
         functools.partial(_backward_arguments, plan),
-        own=7,
+        own=9,
     )  # fmt: skip
     touched = turns if plan.band else None
-    todo = [(dq, sums, touched, of_queries, False, problem.scale)]
+    found = (
+        NOTHING if excess is None else (k, q, target, excess, rank, shift, weight, of_key, marks)
+    )
+    todo = [(dq, sums, found, touched, of_queries, False, problem.scale)]
     if partial is not None:
         of_k, of_v = partial.unbind()
         todo += [
-            (dk, of_k, None, of_keys, True, problem.scale),
-            (dv, of_v, None, of_keys, True, 1.0),
+            (dk, of_k, NOTHING, None, of_keys, True, problem.scale),
+            (dv, of_v, NOTHING, None, of_keys, True, 1.0),
         ]
-    for out, total, adds, table, keys, scale in todo:
+    for out, total, found, adds, table, keys, scale in todo:
         launch(
             sum_kernel,
             (plan, keys, scale, add),
-            (out, total, adds, None if places is None else counter, table),
+            (out, *found, total, adds, None if places is None else counter, table),
             functools.partial(_sum_arguments, plan, keys, scale, add),
-            own=4,
+            own=10,
+        )
+    if excess is not None:
+        launch(
+            saturated_kernel,
+            (plan,),
+            (dk, q, weight, of_key, marks, None if places is None else counter, of_keys),
+            functools.partial(_saturated_arguments, plan),
+            own=5,
         )
 
 
-def _rows_arguments(plan: Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> Arguments:
-    problem, tiles = plan.problem, plan.backward_tiles
-    steps = (0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))
-    positional = (lse, *tensors, *steps, problem.sq, problem.heads, tiles)
+def _rows_arguments(plan: Plan, lse: torch.Tensor, *tensors: torch.Tensor | None) -> Arguments:
+    problem, tiles, marks = plan.problem, plan.backward_tiles, tensors[4]
+    steps = (0, lse.stride(-2)) if problem.varlen else (lse.stride(-3), lse.stride(-2))
+    plane = lse.stride(0) if problem.planes > 1 else None
+    positional = (
+        lse, *tensors, *steps, plane, None if marks is None else marks.numel(),
+        problem.sq, problem.heads, tiles,
+    )  # fmt: skip
     named: dict[str, object] = {
         "BM": TILES[problem.d][0], "PACKED": problem.varlen, "num_warps": 2,
     }  # fmt: skip
@@ -290,9 +336,10 @@ def _rows_arguments(plan: Plan, lse: torch.Tensor, *tensors: torch.Tensor) -> Ar
 
 
 def _sum_arguments(
-    plan: Plan, keys: bool, scale: float, add: bool,
-    out: torch.Tensor, total: torch.Tensor, *others: Any,
+    plan: Plan, keys: bool, scale: float, add: bool, out: torch.Tensor, k: torch.Tensor | None,
+    q: torch.Tensor | None, target: torch.Tensor | None, *others: Any,
 ) -> Arguments:  # fmt: skip
+    *found, total, adds, counter, table = others
     problem = plan.problem
     bm, bn = TILES[problem.d]
     heads, length, tiles, rows = (
@@ -300,15 +347,45 @@ def _sum_arguments(
         if keys
         else (problem.heads, problem.sq, plan.backward_tiles, bm)
     )
+    # None is no argument of a compiled kernel: calls without keep their code.
+    carrier: tuple[float | None, ...] = (None,) * 14
+    if k is not None and q is not None:
+        rows_of: tuple[int, ...] = (0, 0)
+        if target is not None:
+            rows_of = (0, target.stride(0)) if problem.varlen else target.stride()[:2]
+        carrier = (
+            *rows_of, *strides(k, problem.layout), *strides(q, problem.layout),
+            found[-1].shape[1], problem.sk, *reach(problem), problem.group, units(problem)[0],
+        )  # fmt: skip
     positional = (
-        total, out, *others, *strides(out, problem.layout), length, heads, tiles, scale,
+        total, out, adds, counter, table, *strides(out, problem.layout), length, heads, tiles,
+        scale, *found, target, k, q, *carrier,
     )  # fmt: skip
     named: dict[str, object] = {
         "ROWS": rows, "D": problem.d, "PARTS": plan.parts if keys else 1,
-        "TURNS": others[0] is not None, "PACKED": problem.varlen, "LATER": int(keys),
+        "TURNS": adds is not None, "PACKED": problem.varlen, "LATER": int(keys),
         "ADD": add, "num_warps": rows // 16,
     }  # fmt: skip
     return (plan.entries * heads * tiles,), positional, named
+
+
+def _saturated_arguments(
+    plan: Plan, dk: torch.Tensor, q: torch.Tensor, weight: torch.Tensor, of_key: torch.Tensor,
+    marks: torch.Tensor, *table: torch.Tensor | None,
+) -> Arguments:  # fmt: skip
+    problem = plan.problem
+    bm, bn = TILES[problem.d]
+    positional = (
+        dk, q, weight, of_key, marks, *table, *strides(dk, problem.layout),
+        *strides(q, problem.layout), marks.shape[1], problem.sq, problem.sk, *reach(problem),
+        problem.kv_heads, problem.group, plan.key_tiles, plan.backward_tiles, problem.scale,
+    )  # fmt: skip
+    named: dict[str, object] = {
+        "BM": bm, "BN": bn, "D": problem.d, "PACKED": problem.varlen, "SCAN": 1024, "STEP": 64,
+        # Most programs have no work: two to a processor.
+        "num_warps": 8, "maxnreg": 128,
+    }  # fmt: skip
+    return (plan.entries * problem.kv_heads * plan.key_tiles,), positional, named
 
 
 def _forward_arguments(
@@ -322,6 +399,7 @@ def _forward_arguments(
     row: torch.Tensor | None,
     max_logits: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    rest: torch.Tensor | None,
     counter: torch.Tensor,
     places: torch.Tensor | None,
 ) -> Arguments:
@@ -337,7 +415,7 @@ def _forward_arguments(
         tiled(q, layout, 64, columns), tiled(k, layout, bn, columns), tiled(v, layout, bn, dv),
         None if partial else tiled(out, layout, 64, tile.out),
         None if low is None else tiled(low, layout, 64, tile.out),
-        out if partial else None, lse, row, max_logits, sinks, counter, places,
+        out if partial else None, lse, row, max_logits, sinks, rest, counter, places,
         *(s for x in (q, k, v, out) for s in steps(x, layout)),
         strides(out, layout)[1] if partial else None,
         problem.sq, problem.sk, problem.tq if problem.varlen else problem.sq, *bounds,
@@ -372,6 +450,7 @@ def _backward_arguments(
     shift: torch.Tensor,
     delta: torch.Tensor,
     sums: torch.Tensor,
+    excess: torch.Tensor | None,
     *small: torch.Tensor | None,
 ) -> Arguments:
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
@@ -384,7 +463,7 @@ def _backward_arguments(
         of_rows(shift), of_rows(delta),
         *(None if x is None else tiled(x, layout, 64) for x in (dk, dv)),
         described(sums, list(sums.shape), [d, 1], [64, d if bm == 128 else d // 2]),
-        *small, seed,
+        None if excess is None else of_rows(excess), *small, seed,
         *(s for x in (q, k, v, dout, dk, dv) for s in ((0, 0) if x is None else steps(x, layout))),
         problem.sq, problem.sk, *bounds, heads, key_tiles, plan.backward_tiles,
         head_block(problem, parts), problem.kv_heads * parts,
@@ -398,9 +477,9 @@ def _backward_arguments(
         "GROUP": problem.group // parts, "SPLITS": parts,
         "SUMS": small[-1] is not None,
         # At d = 64 the scores of the next tile have no registers left.
-        "AHEAD": d == 128,
+        "AHEAD": d == 128, "PROJECT": excess is not None,
         # Of a consumer; what the kernel starts with leaves these to it.
-        "REGISTERS": 240, "maxnreg": 168, "num_warps": 4,
+        "REGISTERS": 240 if excess is None else PROJECTING, "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
     return (min(heads * key_tiles, processors(q.device)),), positional, named
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stable_attention.hopper.tiles import FIELDS
-from stable_attention.numerics import lse_to_shift
+from stable_attention.hopper.tiles import FIELDS, ONE_PLANE
+from stable_attention.numerics import key_of_rank, lse_planes_to_shift, lse_to_shift
 from stable_attention.triton.geometry import locate
 from stable_attention.triton.memory import POINTERS, load_tile, store_tile, tile_offsets
 
 CHUNK = tl.constexpr(1024)
 """Sequences whose tiles are counted at once."""
+LARGEST = tl.constexpr(4096.0)
+"""Largest LSE, in log2 units, that one float32 number holds well enough: P is off by 2^-13."""
+NEARLY_ALL = tl.constexpr(15 / 16)
+"""P above which errors of delta show in dS, which is (1 - P) of what the row's delta is made of."""
+MARKED = tl.constexpr(128)
+"""Keys, or tokens of packed sequences, that share a mark: whether `saturated_kernel` has work."""
 
 
 @triton.jit
@@ -89,13 +95,19 @@ def _query_tile(places_ptr, counter_ptr, t, sq, PACKED: tl.constexpr):
         return t, 0, sq
 
 
-@triton.jit(do_not_specialize=("sq", "heads", "query_tiles", "stride_lb", "stride_lh"))
+@triton.jit(
+    do_not_specialize=("sq", "heads", "query_tiles", "stride_lb", "stride_lh", "plane", "marks")
+)
 def rows_kernel(
-    lse_ptr, delta_ptr, shift_ptr, padded_ptr, turns_ptr, counter_ptr, places_ptr,
-    stride_lb, stride_lh, sq, heads, query_tiles,
+    lse_ptr, delta_ptr, shift_ptr, padded_ptr, rank_ptr, marks_ptr, turns_ptr, counter_ptr,
+    places_ptr, stride_lb, stride_lh, plane, marks, sq, heads, query_tiles,
     BM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Shift (log2 units) and delta of a query tile, whole: rows past the end have P = 0."""
+    """Shift (log2 units) and delta of a query tile, whole: rows past the end have P = 0.
+
+    With ranks, which start at 0 as do so many ``marks``, a tile's second plane of LSE follows its
+    shift; ``plane``: its stride.
+    """
     tile = tl.program_id(0)
     head = tile // query_tiles
     m, start, sq = _query_tile(places_ptr, counter_ptr, tile % query_tiles, sq, PACKED)
@@ -106,7 +118,17 @@ def rows_kernel(
     lse = tl.load(lse_ptr + first + rows, mask=ok, other=-float("inf"))
     delta = tl.load(delta_ptr + first + rows, mask=ok, other=0.0)
     place = tile.to(tl.int64) * BM + tl.arange(0, BM)
-    tl.store(shift_ptr + place, lse_to_shift(lse))
+    if rank_ptr is not None:
+        rest = tl.load(lse_ptr + tl.cast(plane, tl.int64) + first + rows, mask=ok, other=0.0)
+        planes = shift_ptr + tile.to(tl.int64) * (2 * BM) + tl.arange(0, BM)
+        tl.store(planes, lse_planes_to_shift(lse))
+        largest = tl.max(tl.where(lse == -float("inf"), 0.0, tl.abs(lse)), 0)
+        tl.store(planes + BM, tl.where(largest <= LARGEST, ONE_PLANE, rest))
+        tl.store(rank_ptr + place, tl.zeros([BM], tl.int32))
+        for i in range(tile, marks, tl.num_programs(0)):
+            tl.store(marks_ptr + i, 0)
+    else:
+        tl.store(shift_ptr + place, lse_to_shift(lse))
     tl.store(padded_ptr + place, delta)
     if turns_ptr is not None:
         tl.store(turns_ptr + tile, 0)
@@ -114,22 +136,78 @@ def rows_kernel(
         tl.store(counter_ptr, 0)
 
 
-@triton.jit(do_not_specialize=("s", "heads", "tiles"))
+@triton.jit
+def _keys_of(ptr, key, found, stride, D: tl.constexpr):
+    """[ROWS, D] float32 of rows ``key`` of K or Q; zeros where none is found."""
+    place = ptr + key.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+    return tl.load(place, mask=found[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _carriers(
+    rank_ptr, shift_ptr, of_key_ptr, marks_ptr, key_ptr, query_ptr,
+    tile, row, s, first_key, keys, left, right, stride_ks, stride_qs, unit,
+    ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """(key [ROWS] along which dQ is put right, whether there is one, its P): of the largest dS.
+
+    Notes the key for `saturated_kernel` and marks it, or notes -1 where P is not nearly all of the
+    row. Where it is, its dS is minus the sum of all others and may be small by chance: rows without
+    such a key also try the first one of other rows of the tile. first_key: token of key 0.
+    """
+    rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    ok = row < s
+    key, found = key_of_rank(tl.load(rank_ptr + rows))
+    found &= ok & (key < keys)
+    planes = shift_ptr + tile.to(tl.int64) * (2 * ROWS) + tl.arange(0, ROWS)
+    shift = tl.load(planes)
+    rest = tl.load(planes + ROWS)
+    shift += tl.where(rest < ONE_PLANE, rest, 0.0)
+    q = _keys_of(query_ptr, row, ok, stride_qs, D)
+    p = tl.exp2(tl.sum(q * _keys_of(key_ptr, key, found, stride_ks, D), 1) * unit - shift)
+    saturated = found & (p > NEARLY_ALL)
+    common = tl.min(tl.where(saturated, key, keys), 0)
+    if common < keys:
+        of_common = tl.load(key_ptr + tl.cast(common, tl.int64) * stride_ks + tl.arange(0, D))
+        other = tl.exp2(tl.sum(q * of_common.to(tl.float32)[None, :], 1) * unit - shift)
+        distance = common - (row + keys - s)
+        seen = ok & (distance <= right) & (-distance <= left)
+        changed = seen & (other > NEARLY_ALL) & (p <= NEARLY_ALL)
+        key = tl.where(changed, common, key)
+        p = tl.where(changed, other, p)
+        found |= changed
+        saturated |= changed
+    tl.store(of_key_ptr + rows, tl.where(saturated, key, -1))
+    tl.store(marks_ptr + (first_key + key) // MARKED, tl.full([ROWS], 1, tl.int32), mask=saturated)
+    return key, found, p
+
+
+@triton.jit(
+    do_not_specialize=(
+        "s", "heads", "tiles", "marks", "keys", "left", "right", "group", "stride_lb", "stride_lh",
+    )
+)  # fmt: skip
 def sum_kernel(
     sum_ptr, out_ptr, turns_ptr, counter_ptr, places_ptr, stride_b, stride_s, stride_h,
     s, heads, tiles, scale,
+    excess_ptr, rank_ptr, shift_ptr, weight_ptr, of_key_ptr, marks_ptr,
+    target_ptr, key_ptr, query_ptr, stride_lb, stride_lh, stride_kb, stride_ks, stride_kh,
+    stride_qb, stride_qs, stride_qh, marks, keys, left, right, group, unit,
     ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
     PACKED: tl.constexpr, LATER: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """A gradient tile in its own type and layout from PARTS float32 sums, in their order.
 
     With TURNS, those of a tile to which nobody added are 0. LATER: tiles are of keys. ADD: to what
-    is there.
+    is there. With excess_ptr: less what rows of dS sum to too
+    much, along `_carriers`; target_ptr has LSE's strides.
+    left, right: of `plan.reach`; marks: of a key/value head.
     """
     tile = tl.program_id(0)
     head = tile // tiles
     t = tile % tiles
     start = 0
+    start_k = 0
     n = t
     if PACKED:
         place = places_ptr + t * FIELDS
@@ -137,13 +215,34 @@ def sum_kernel(
         n = tl.load(place, mask=ok, other=0)
         start = tl.load(place + 1 + 2 * LATER, mask=ok, other=0)
         s = tl.load(place + 2 + 2 * LATER, mask=ok, other=0)
+        if excess_ptr is not None:
+            start_k = tl.load(place + 3, mask=ok, other=0)
+            keys = tl.load(place + 4, mask=ok, other=0)
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
+    if excess_ptr is not None:
+        row = n * ROWS + tl.arange(0, ROWS)
+        key_ptr += b * stride_kb + (h // group) * stride_kh
+        key_ptr += tl.cast(start_k, tl.int64) * stride_ks
+        query_ptr += b * stride_qb + h * stride_qh + tl.cast(start, tl.int64) * stride_qs
+        key, found, p = _carriers(
+            rank_ptr, shift_ptr, of_key_ptr, marks_ptr + (head // group) * marks,
+            key_ptr, query_ptr, tile, row, s, start_k, keys, left, right, stride_ks, stride_qs,
+            unit, ROWS, D,
+        )  # fmt: skip
+        rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        excess = tl.load(excess_ptr + rows)
+        if target_ptr is not None:
+            target_ptr += b * stride_lb + h * stride_lh + start
+            excess -= tl.load(target_ptr + row, mask=row < s, other=0.0)
+        tl.store(weight_ptr + rows, excess * p)
     first = (head * PARTS * tiles + t).to(tl.int64) * (ROWS * D)
     total = tl.load(sum_ptr + first + tile_offsets(D, ROWS, D))
     for _part in tl.static_range(1, PARTS):
         first += tiles.to(tl.int64) * (ROWS * D)
         total += tl.load(sum_ptr + first + tile_offsets(D, ROWS, D))
+    if excess_ptr is not None:
+        total -= excess[:, None] * _keys_of(key_ptr, key, found, stride_ks, D)
     if TURNS:
         total = tl.where(tl.load(turns_ptr + tile) > 0, total, 0.0)
     where = out_ptr + b * stride_b + h * stride_h + tl.cast(start, tl.int64) * stride_s
@@ -154,4 +253,79 @@ def sum_kernel(
     store_tile(where, total, n * ROWS, stride_s, s, ROWS, D, D)
 
 
-__all__ = ["places_kernel", "rows_kernel", "sum_kernel"]
+@triton.jit(
+    do_not_specialize=(
+        "marks", "sq", "sk", "left", "right", "kv_heads", "group", "key_tiles", "query_tiles",
+    )
+)  # fmt: skip
+def saturated_kernel(
+    dk_ptr, query_ptr, weight_ptr, of_key_ptr, marks_ptr, counter_ptr, places_ptr,
+    stride_kb, stride_ks, stride_kh, stride_qb, stride_qs, stride_qh,
+    marks, sq, sk, left, right, kv_heads, group, key_tiles, query_tiles, scale,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr,
+    SCAN: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """dK of a key tile less what errors of delta left in it, for the rows that `sum_kernel` names.
+
+    P is nearly 1 there and dS a small difference: an error of delta shows in it. Rows sum to minus
+    that error, which P of the row multiplies. Looks at SCAN rows at once.
+    """
+    tl.static_assert(MARKED.value >= BN)
+    program = tl.program_id(0)
+    head = program // key_tiles
+    n = program % key_tiles
+    start = 0
+    start_k = 0
+    before = 0
+    if PACKED:
+        record = places_ptr + n * FIELDS
+        ok = n < tl.load(counter_ptr + 2)
+        n = tl.load(record, mask=ok, other=0)
+        start = tl.load(record + 1, mask=ok, other=0)
+        sq = tl.load(record + 2, mask=ok, other=0)
+        start_k = tl.load(record + 3, mask=ok, other=0)
+        sk = tl.load(record + 4, mask=ok, other=0)
+        before = tl.load(record + 5, mask=ok, other=0)
+    b = (head // kv_heads).to(tl.int64)
+    h = (head % kv_heads).to(tl.int64)
+    marks_ptr += head * marks
+    last = start_k + tl.maximum(tl.minimum(n * BN + BN, sk) - 1, 0)
+    marked = tl.load(marks_ptr + (start_k + n * BN) // MARKED) | tl.load(marks_ptr + last // MARKED)
+    if marked == 0:
+        return
+    # Rows that see a key of this tile.
+    first = tl.maximum(n * BN - (sk - sq) - right, 0) // STEP * STEP
+    last = tl.minimum(tl.minimum(n * BN + BN, sk) - (sk - sq) + left, sq)
+    keys = n * BN + tl.arange(0, BN)
+    columns = tl.arange(0, D)[None, :]
+    total = tl.zeros([BN, D], tl.float32)
+    any_found = 0
+    for g in range(0, group):
+        place = ((head * group + g) * query_tiles + before).to(tl.int64) * BM
+        of_head = query_ptr + b * stride_qb + (h * group + g) * stride_qh
+        of_head += tl.cast(start, tl.int64) * stride_qs
+        for low in range(first, last, SCAN):
+            scanned = low + tl.arange(0, SCAN)
+            of_scanned = tl.load(of_key_ptr + place + scanned, mask=scanned < last, other=-1)
+            found = (of_scanned >= n * BN) & (of_scanned < n * BN + BN)
+            found = tl.max(found.to(tl.int32), 0)
+            any_found += found
+            if found > 0:
+                for i in range(low, tl.minimum(low + SCAN, last), STEP):
+                    rows = i + tl.arange(0, STEP)
+                    key = tl.load(of_key_ptr + place + rows, mask=rows < last, other=-1)
+                    weight = tl.load(weight_ptr + place + rows, mask=rows < last, other=0.0)
+                    here = (key >= n * BN) & (key < n * BN + BN)
+                    where = of_head + rows.to(tl.int64)[:, None] * stride_qs + columns
+                    q = tl.load(where, mask=here[:, None], other=0.0)
+                    share = tl.where(keys[:, None] == key[None, :], weight[None, :], 0.0)
+                    # fp16 has no exponents for what is left of a gradient.
+                    total = tl.dot(share.to(tl.bfloat16), q.to(tl.bfloat16), total)
+    if any_found > 0:
+        dk_ptr += b * stride_kb + h * stride_kh + tl.cast(start_k, tl.int64) * stride_ks
+        off = tile_offsets(stride_ks, BN, D)
+        dk = load_tile(dk_ptr, off, n * BN, stride_ks, sk, BN, D, D, True, POINTERS, 0)
+        store_tile(dk_ptr, dk.to(tl.float32) - scale * total, n * BN, stride_ks, sk, BN, D, D)
+
+
+__all__ = ["places_kernel", "rows_kernel", "saturated_kernel", "sum_kernel"]

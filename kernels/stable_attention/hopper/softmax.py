@@ -242,6 +242,16 @@ def add_weighted(p, v, total, use_total, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def log_sum_exp_planes(shift, l):
+    """LSE in two planes, log2 units."""
+    log = gl.log2(gl.where(l > 0, l, 1.0))
+    base = gl.where(l > 0, shift, 0.0)
+    first = base + log
+    back = first - base
+    return gl.where(l > 0, first, -float("inf")), (base - (first - back)) + (log - back)
+
+
+@gluon.jit
 def high_part(x, DTYPE: gl.constexpr):
     """x float32 rounded to DTYPE; opaque, or LLVM makes two scalar roundings of one used twice."""
     if DTYPE == gl.bfloat16:  # noqa: SIM300
@@ -311,6 +321,7 @@ __all__ = [
     "hidden_outside",
     "high_part",
     "join_total",
+    "log_sum_exp_planes",
     "low_part",
     "opaque_zeros",
     "product_layout",

@@ -21,6 +21,8 @@ FIELDS = gl.constexpr(8)
 """int32 numbers of a tile of packed sequences: its number within its sequence; the sequence's first
 query token, queries, first key token, keys, first query tile (of all sequences'); the sequence's
 own number; one unused."""
+ONE_PLANE = gl.constexpr(1.0e30)
+"""First number of a query tile's second plane of LSE where that is not needed."""
 TILE = gl.constexpr(128)
 """Queries of a tile in the forward pass."""
 _END = gl.constexpr(2**30)
@@ -195,6 +197,7 @@ def store_tile(desc, row, column, start, length, source, PACKED: gl.constexpr):
 
 __all__ = [
     "FIELDS",
+    "ONE_PLANE",
     "TILE",
     "at_edge",
     "batch_of",

@@ -20,6 +20,10 @@ EVERY = tuple(name for name, kind in KNOWN.items() if kind.projection)
 CASES = [
     "b=2 sq=513 sk=513 hq=8 hk=2 d=64 causal=1 sinks=learned dlse=1",
     "b=2 sq=256 sk=384 hq=4 hk=4 d=128 dlse=1",
+    "sq=700 sk=700 hq=4 hk=2 d=64 left=100 right=30",
+    "b=2 sq=127 sk=127 d=64 dtype=fp16",
+    "layout=thd lens_q=5,200,333 lens_k=40,200,333 causal=1 left=70 hq=4 d=64",
+    "b=2 sq=600 sk=600 causal=1 hq=16 hk=8 d=128",
     "layout=thd lens_q=300,0,5,129 lens_k=300,7,0,129 hq=4 hk=1 d=128 causal=1 left=100 "
     "sinks=learned",
     "sq=200 sk=200 d=96 dropout=0.1 causal=1 dtype=fp16",
