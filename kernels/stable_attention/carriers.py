@@ -103,6 +103,9 @@ def cure(
     options = _options(layout, mask)
     for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout)):
         check_rank(name, x, layout)
+    shape = (*q.shape[:-1], v.shape[-1])
+    ok = dout.shape == shape and dout.device == q.device
+    require(ok, "dout", show(dout), f"a tensor of shape {shape} on {q.device}", "O has its shape.")
     with torch.no_grad():
         if _by_kernels(q):
             given = {x: mask[x] for x in _TENSORS if x in mask}

@@ -226,6 +226,9 @@ def test_what_a_carrier_is_asked_for(kernels: bool, monkeypatch: pytest.MonkeyPa
         stable_attention.cure(dout, dout, dout, dout, dropout_p=0.1)
     with pytest.raises(ValueError, match="v is None"):
         stable_attention.cure(dout, dout, None, dout)
+    for wrong in (dout[:, :4], dout[:1], dout[:, :, :1], dout[..., :8], dout.to("meta")):
+        with pytest.raises(ValueError, match=r"dout is a .* allowed: a tensor of shape \(2, 5, 3"):
+            stable_attention.cure(dout, dout, dout, wrong)
 
 
 def test_packed_sequences() -> None:
