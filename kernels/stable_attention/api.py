@@ -183,7 +183,8 @@ def attend(
 
 def check_device(q: torch.Tensor) -> None:
     """`AttentionArgumentError` unless the kernels run where q is."""
-    if q.device.type == "cuda" or ops.interpreting():
+    kind = q.device.type
+    if kind == "cuda" or (kind == "cpu" and ops.interpreting()):
         return
     raise AttentionArgumentError(
         "q.device",

@@ -100,15 +100,14 @@ def cure(
         AttentionArgumentError: as `stable_attention`.
         TypeError: other keywords.
     """
-    unknown = sorted(set(mask) - set(_OPTIONS) - set(_TENSORS))
-    if unknown:
-        raise TypeError(f"cure() takes no {', '.join(unknown)}")
-    choose("layout", layout, LAYOUTS)
+    options = _options(layout, mask)
     for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout)):
         check_rank(name, x, layout)
+    shape = (*q.shape[:-1], v.shape[-1])
+    ok = dout.shape == shape and dout.device == q.device
+    require(ok, "dout", show(dout), f"a tensor of shape {shape} on {q.device}", "O has its shape.")
     with torch.no_grad():
         if _by_kernels(q):
-            options = Options.of(layout=layout, **{x: mask[x] for x in _OPTIONS if x in mask})
             given = {x: mask[x] for x in _TENSORS if x in mask}
             out, low = attend(q, k, v, options, return_residual=True, **given)
             rows = dout.new_empty(row_shape(layout, out), dtype=torch.float32)
@@ -125,6 +124,13 @@ def cure(
 
 _OPTIONS = ("causal", "window", "scale", "softcap")
 _TENSORS = ("sinks", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+def _options(layout: str, mask: dict[str, Any]) -> Options:
+    unknown = sorted(set(mask) - set(_OPTIONS) - set(_TENSORS))
+    if unknown:
+        raise TypeError(f"cure() and cured() take no {', '.join(unknown)}")
+    return Options.of(layout=layout, **{x: mask[x] for x in _OPTIONS if x in mask})
 
 
 def _back(order: tuple[int, ...]) -> tuple[int, ...]:
@@ -159,21 +165,31 @@ def cured(
         What ``attention`` returned.
 
     Raises:
-        ValueError: it saves no tensor in the memory of its output.
+        ValueError: it saves no tensor in the memory of its output, or that is not in 16 bits; a
+            keyword is none that `cure` serves.
+        TypeError: other keywords.
+        RuntimeError: from the backward pass, where what it reads was changed in place since.
     """
+    _options(layout, mask)  # refused here, not in the backward pass
     saved: set[int] = set()
     grads: list[torch.Tensor] = []
     place: list[torch.Tensor] = []
+    read = [(x, x._version) for x in (q, k, v, *mask.values()) if _versioned(x)]
 
-    def pack(x: torch.Tensor) -> torch.Tensor:
+    def pack(x: torch.Tensor) -> tuple[torch.Tensor, int]:
         saved.add(x.data_ptr())
-        return x
+        return x, x._version
 
-    def unpack(x: torch.Tensor) -> torch.Tensor:
+    def unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+        x = packed[0]
         if not grads or x.data_ptr() != place[0].data_ptr() or x.dtype != place[0].dtype:
+            _check_unchanged([packed])
             return x
+        _check_unchanged(read)
         dout, out = grads.pop(), place[0]
-        found = cure(q, k, v, dout.reshape(*q.shape[:-1], v.shape[-1]), layout=layout, **mask).out
+        like = out.dtype  # as autocast did
+        rows = dout.reshape(*q.shape[:-1], v.shape[-1])
+        found = cure(q.to(like), k.to(like), v.to(like), rows, layout=layout, **mask).out
         # As O lies in memory, whatever view of it was returned.
         stand_in = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         stand_in.as_strided(out.shape, out.stride()).copy_(found.reshape(out.shape))
@@ -183,6 +199,8 @@ def cured(
         out = attention(q, k, v)
     if not out.requires_grad:
         return out
+    allowed = "torch.bfloat16 or torch.float16"
+    require(out.dtype in DTYPES, "O's dtype", out.dtype, allowed, "float32 needs no carrier.")
     if out.data_ptr() not in saved:
         raise ValueError(
             f"{attention!r} saves no tensor in the memory of its output for its backward pass; "
@@ -190,6 +208,27 @@ def cured(
             "your backward the carrier of stable_attention.cure"
         )
     place.append(out.detach())
-    # Before the backward of `attention` runs, and unpacks.
-    out.register_hook(lambda dout: grads.__setitem__(slice(None), [dout]))
+    index = out.output_nr
+
+    def note(douts: tuple[torch.Tensor | None, ...]) -> None:
+        grads[:] = [dout for dout in douts[index : index + 1] if dout is not None]
+
+    # Before the backward of `attention` runs, and unpacks; after hooks of O that change dO.
+    assert out.grad_fn is not None
+    out.grad_fn.register_prehook(note)
     return out
+
+
+def _versioned(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and not x.is_inference()
+
+
+def _check_unchanged(tensors: list[tuple[torch.Tensor, int]]) -> None:
+    """Raise as autograd does, which looks at no tensor that hooks have packed."""
+    for x, version in tensors:
+        if x._version != version:
+            raise RuntimeError(
+                f"{show(x)}, which the backward pass of cured() reads, has been modified by an "
+                f"inplace operation: version {x._version}; allowed: {version}, that of the "
+                "forward pass. Change a clone of it."
+            )

@@ -127,10 +127,13 @@ def _signature(
         return None
     if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         return None
-    return (
-        options, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-    )  # fmt: skip
+    try:
+        return (
+            options, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        )  # fmt: skip
+    except RuntimeError:  # nested or sparse
+        return None
 
 
 # Keywords of a call beside its `Options`, but for those that chunks do without or have apart.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
-from megatron_patch.schema.problem import Problem
+from megatron_patch.schema.problem import ConfigError, Problem
+
+Guard = Literal["off", "warn", "switch", "stop"]
+Level = Literal["watch", "danger"]
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -68,7 +71,7 @@ class StabilityConfig:
     """Query rows sampled per observed sequence, layer and head; at least 1 on each CP rank."""
     sequences: int = 4
     """Sequences of the observed micro-batch that rows are sampled from, at most."""
-    guard: Literal["off", "warn", "switch", "stop"] = "warn"
+    guard: Guard = "warn"
     """On danger: log nothing, warn, switch to stabilizer compensated, or save and exit 5."""
     capture_steps: list[int] = field(default_factory=list)
     """Steps at which q, k, v and dO are saved to ``<run_dir>/captures``."""
@@ -76,7 +79,7 @@ class StabilityConfig:
     """Layers saved there, counted from 0."""
     capture_heads: list[int] = field(default_factory=list)
     """Query heads saved there, counted over the whole layer; empty: all."""
-    capture_at: list[Literal["watch", "danger"]] = field(default_factory=list)
+    capture_at: list[Level] = field(default_factory=list)
     """Also save the worst heads of the worst layers, once, when the verdict first is this; two
     steps later."""
     rule: RuleConfig = field(default_factory=RuleConfig)
@@ -102,6 +105,12 @@ class StabilityConfig:
         for name in ("interval", "rows", "sequences"):
             if getattr(self, name) < 1:
                 yield Problem(f"stability.{name}", f"{getattr(self, name)}: must be at least 1")
+        # Programs give these without the loader, and a guard of another name would do nothing.
+        levels = (("capture_at", level, Level) for level in self.capture_at)
+        for name, given, kind in (("guard", self.guard, Guard), *levels):
+            if given not in get_args(kind):
+                allowed = ", ".join(get_args(kind))
+                yield Problem(f"stability.{name}", f"{given!r}: must be one of {allowed}")
         yield from self.rule.problems()
         if self.guard in ("switch", "stop") and not self.enabled:
             yield Problem(
@@ -121,3 +130,16 @@ class StabilityConfig:
                 "stability.capture_at",
                 "needs the telemetry, which says when: set stability.enabled: true",
             )
+
+
+def checked(options: StabilityConfig | None) -> StabilityConfig:
+    """What a program gave, or the defaults; raises for what the loader would refuse."""
+    options = StabilityConfig() if options is None else options
+    if not isinstance(options, StabilityConfig):
+        raise ValueError(
+            f"options is a {type(options).__name__}; allowed: MonitorOptions. "
+            "Give MonitorOptions(guard=...) of megatron_patch.stability"
+        )
+    if problems := list(options.problems()):
+        raise ConfigError(problems)
+    return options

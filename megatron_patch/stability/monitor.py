@@ -35,8 +35,7 @@ import torch
 from megatron_patch.attention.capabilities import EXACT_DELTA
 from megatron_patch.parallel.first_rank import from_first
 from megatron_patch.runtime.watcher import Pin, Stop
-from megatron_patch.schema.problem import ConfigError
-from megatron_patch.schema.stability import StabilityConfig
+from megatron_patch.schema.stability import StabilityConfig, checked
 from megatron_patch.stability import guard, names, observe, record
 from megatron_patch.stability.capture import Capturer, triggers_in
 from megatron_patch.stability.gradients import LayerNorms
@@ -107,9 +106,7 @@ class AttentionMonitor:
         if isinstance(model, torch.nn.Module):
             model = [model]
         self.watched = model if isinstance(model, Watched) else observe.watched_chunks(model)
-        self.options = options or StabilityConfig()
-        if problems := list(self.options.problems()):
-            raise ConfigError(problems)
+        self.options = checked(options)
         if groups is None:
             weight = next(self.watched.roots[0].parameters())
             groups = Groups.find(weight.device)
@@ -354,7 +351,7 @@ class AttentionMonitor:
             self._told = True
             self._log(
                 f"step {step:,}: grads_reduced() was not called, so no layer's gradient norm is "
-                "known; call it in every step, once gradients are reduced and before they are clipped"
+                "known; call it in every step, after gradients are reduced, before they are clipped"
             )
         if lr is None:
             groups = getattr(self._optimizer, "param_groups", None) or [{}]

@@ -72,6 +72,9 @@ BAD = {
 }  # fmt: skip
 THD = PACKED | {"layout": "thd", "cu_seqlens_q": CU, "cu_seqlens_k": CU}
 RAGGED = torch.nested.nested_tensor([zeros(3, 2, 16), zeros(5, 2, 16)], layout=torch.jagged)
+# Without a shape, and without strides.
+UNSHAPED = torch.nested.nested_tensor([zeros(3, 2, 16), zeros(5, 2, 16)])
+UNSTRIDED = zeros(2, 8, 4, 16).to_sparse_csr()
 DENSE, SEEDED = qkv(), qkv(dropout_p=0.1)
 FLAT = dict.fromkeys("qkv", zeros(16))
 # (options of a call that is right, the name, values that are wrong)
@@ -79,9 +82,9 @@ WRONG = [
     (DENSE, "attn_mask", (torch.ones(8, 8), True)),
     (DENSE, "bias", (torch.ones(8, 8),)),
     (DENSE, "alibi_slopes", (torch.ones(4),)),
-    (DENSE, "q", (None, [1.0], "q", zeros(2, 8, 4, 16).to_sparse(), RAGGED)),
-    (DENSE, "k", (None, [1.0])),
-    (DENSE, "v", (None, 1.0)),
+    (DENSE, "q", (None, [1.0], "q", zeros(2, 8, 4, 16).to_sparse(), RAGGED, UNSHAPED, UNSTRIDED)),
+    (DENSE, "k", (None, [1.0], UNSHAPED, UNSTRIDED)),
+    (DENSE, "v", (None, 1.0, UNSHAPED, UNSTRIDED)),
     (DENSE, "layout", (None, ["bshd"], 3, "hbsd")),
     (DENSE, "window", ((-2, 0), (1, 2, 3), (1,), 4, "ab", (1.0, 2), (None, 0), {1: 2, 3: 4})),
     (DENSE, "scale", (-1.0,)),
@@ -213,6 +216,13 @@ def test_cpu_tensors_without_the_interpreter_are_refused(monkeypatch):
     monkeypatch.setattr("stable_attention.ops.interpreting", lambda: False)
     with pytest.raises(AttentionArgumentError, match="TRITON_INTERPRET=1"):
         stable_attention(**qkv())
+
+
+@pytest.mark.parametrize("wants", [True, False])
+def test_tensors_without_memory_are_refused_under_the_interpreter_too(wants):
+    meta = {name: x.to("meta").requires_grad_(wants) for name, x in qkv().items()}
+    with pytest.raises(AttentionArgumentError, match=r"q.device is meta; allowed: cuda \(or cpu"):
+        stable_attention(**meta)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])

@@ -136,6 +136,77 @@ def test_an_attention_that_saves_no_output_is_refused() -> None:
         stable_attention.cured(unfused, q, q, q, layout="bhsd")
 
 
+def test_hooks_of_the_output_that_change_its_gradient() -> None:
+    *inputs, dout = (x[None] for x in make_regime("one", heads=1, n=32))
+    q, k, v = (x.clone().requires_grad_() for x in inputs)
+    kept = torch.rand(dout.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    expected = torch.autograd.grad(_cured(q, k, v), q, dout * kept)[0]
+    out = _cured(q, k, v)
+    out.register_hook(lambda dout: dout * kept)
+    assert torch.equal(torch.autograd.grad(out, q, dout)[0], expected)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_k"])
+def test_what_was_changed_in_place_is_refused_by_the_backward(name: str) -> None:
+    """Autograd's own check does not see what hooks have packed."""
+    q, k, v = torch.randn(3, 1, 8, 2, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+    q.requires_grad_()
+    cu = torch.tensor([0, 8], dtype=torch.int32)
+    given = {"q": q * 1, "k": k, "v": v, "cu_seqlens_k": cu.clone()}
+
+    def attention(*x: torch.Tensor) -> torch.Tensor:
+        # Of a cast copy autograd saves nothing that a change of q, k or v would reach.
+        return CAUSAL(*(y.clone()[None].transpose(1, 2) for y in x)).transpose(1, 2)[0]
+
+    out = stable_attention.cured(
+        attention, *(given[x][0] for x in "qkv"), layout="thd", causal=True,
+        cu_seqlens_q=cu, cu_seqlens_k=given["cu_seqlens_k"],
+    )  # fmt: skip
+    with torch.no_grad():
+        given[name].mul_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* allowed: "):
+        out.sum().backward()
+
+
+def test_what_the_attention_alone_saved_is_refused_too() -> None:
+    q, k, v = torch.randn(3, 1, 2, 8, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+    inner: list[torch.Tensor] = []
+
+    def attention(*x: torch.Tensor) -> torch.Tensor:
+        inner.extend(y * 1 for y in x)
+        return CAUSAL(*inner)
+
+    out = stable_attention.cured(attention, q.requires_grad_(), k, v, layout="bhsd", causal=True)
+    inner[1].mul_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "pytorch"])
+def test_under_autocast(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels:
+        monkeypatch.setattr(ops, "interpreting", lambda: False)
+    *inputs, dout = (x[None] for x in make_regime("one", heads=1, n=32))
+    expected = _dq(_cured, inputs, dout)
+
+    def cast(*x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return _cured(*x)
+
+    assert torch.equal(_dq(cast, [x.float() for x in inputs], dout), expected)
+    with pytest.raises(ValueError, match=r"O's dtype is torch.float32; allowed: torch\.bfloat16"):
+        _cured(*(x.float().requires_grad_() for x in inputs))
+
+
+def test_wrong_keywords_are_refused_before_the_backward() -> None:
+    q = torch.randn(1, 2, 8, 16).bfloat16()
+    with pytest.raises(TypeError, match="take no casual"):
+        stable_attention.cured(CAUSAL, q, q, q, layout="bhsd", casual=True)
+    for wrong in ({"layout": "bhds"}, {"causal": "yes"}, {"window": 3}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*; allowed: "):
+            stable_attention.cured(CAUSAL, q, q, q, **{"layout": "bhsd"} | wrong)
+
+
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "pytorch"])
 def test_what_a_carrier_is_asked_for(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels:
@@ -151,10 +222,13 @@ def test_what_a_carrier_is_asked_for(kernels: bool, monkeypatch: pytest.MonkeyPa
         carrier(dout, delta.transpose(1, 2))
     with pytest.raises(ValueError, match="float32 needs no carrier"):
         carrier(dout.float(), delta)
-    with pytest.raises(TypeError, match="takes no dropout_p"):
+    with pytest.raises(TypeError, match="take no dropout_p"):
         stable_attention.cure(dout, dout, dout, dout, dropout_p=0.1)
     with pytest.raises(ValueError, match="v is None"):
         stable_attention.cure(dout, dout, None, dout)
+    for wrong in (dout[:, :4], dout[:1], dout[:, :, :1], dout[..., :8], dout.to("meta")):
+        with pytest.raises(ValueError, match=r"dout is a .* allowed: a tensor of shape \(2, 5, 3"):
+            stable_attention.cure(dout, dout, dout, wrong)
 
 
 def test_packed_sequences() -> None:

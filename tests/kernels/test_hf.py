@@ -218,6 +218,13 @@ def test_offsets_need_a_batch_of_one() -> None:
         hf.attention_forward(torch.nn.Module(), q, q, q, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
 
 
+def test_offsets_of_keys_alone_are_not_left_out() -> None:
+    q = torch.zeros(1, 2, 4, 16, dtype=torch.bfloat16)
+    cu = torch.tensor([0, 2, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seq_lens_q is None beside cu_seq_lens_k"):
+        hf.attention_forward(torch.nn.Module(), q, q, q, cu_seq_lens_k=cu)
+
+
 @pytest.mark.parametrize(
     "name", ["position_bias", "head_mask", "indices", "block_indices", "sinks"]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from megatron_patch.config.checks.stability import capture_mib
 from megatron_patch.config.loader import load
 from megatron_patch.schema.problem import ConfigError
 from megatron_patch.schema.stability import RuleConfig, StabilityConfig
+from megatron_patch.stability.adapters.megatron_bridge import AttentionCallback
+from megatron_patch.stability.adapters.megatron_training import watched
 
 
 def complaints(stability: dict[str, Any], **sections: dict[str, Any]) -> list[str]:
@@ -61,6 +64,24 @@ def test_what_is_refused(stability, attention, says):
     # precision fp32 is what stable_flash cannot take over from sdpa in this run
     found = complaints(stability, attention=attention)
     assert any(says in text for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (StabilityConfig(guard="swich"), "stability.guard: 'swich': must be one of off, warn, "),
+        (StabilityConfig(guard=None), "stability.guard: None: must be one of off, warn, "),
+        (StabilityConfig(capture_at="danger"), "stability.capture_at: 'd': must be one of watch, "),
+        ({"guard": "stop"}, "options is a dict; allowed: MonitorOptions"),
+    ],
+)
+@pytest.mark.parametrize("where", [AttentionCallback, lambda **given: watched(**given).__enter__()])
+def test_what_programs_give_is_refused_before_they_train(where, options, says):
+    """A guard of a name that is none did nothing, and said so to nobody."""
+    with pytest.raises(ValueError, match=re.escape(says)):
+        where(directory="x", options=options)
+    with pytest.raises(TypeError, match=r"direcory|directory"):
+        where(direcory="x")
 
 
 def test_switch_where_there_is_something_to_switch_to():

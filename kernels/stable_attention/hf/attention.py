@@ -49,6 +49,10 @@ def attention_forward(
     """
     serving.called()
     _check_arguments(kwargs)
+    if cu_seq_lens_q is None and cu_seq_lens_k is not None:
+        raise AttentionArgumentError(
+            "cu_seq_lens_q", "None beside cu_seq_lens_k", "offsets of both", "Pass both, or none."
+        )
     if cu_seq_lens_q is not None and query.shape[0] != 1:
         raise AttentionArgumentError(
             "cu_seq_lens_q",

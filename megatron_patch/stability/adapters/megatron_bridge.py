@@ -12,6 +12,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_patch.core_patches.qk_clip import clip_qk
 from megatron_patch.runtime.watcher import Stop
+from megatron_patch.stability.adapters import check_keywords
 from megatron_patch.stability.monitor import AttentionMonitor
 
 
@@ -24,6 +25,7 @@ class AttentionCallback:
     """
 
     def __init__(self, **options: Any) -> None:
+        check_keywords(options)
         self._options, self._stop = options, False
 
     def on_train_start(self, context: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_patch.core_patches.qk_clip import clip_qk
 from megatron_patch.runtime.watcher import Stop
+from megatron_patch.stability.adapters import check_keywords
 from megatron_patch.stability.monitor import AttentionMonitor
 
 
@@ -24,6 +25,7 @@ def watched(**options: Any) -> Iterator[list[AttentionMonitor]]:
     that holds the monitor after the first step. A restart goes on with the records of the
     directory, and with a switch that they tell of.
     """
+    check_keywords(options)
     from megatron.training import get_args, training
 
     original, found = training.train_step, []  # type: ignore[var-annotated]
