@@ -33,6 +33,7 @@ SETTLED, WINDOW, LAST = 2000, 50, 4
 CONTINUED, LATE = "attribution_continued", "rescue_late"
 OF = {
     "BF16 stream": "baselines_bf16_residual",
+    "BF16 stream, to 8,000": "projection_bf16_residual",
     "continued": CONTINUED,
     "late rescue": LATE,
     "of int8": "int8",
@@ -46,7 +47,10 @@ PROBED = (
     *(("s2", "paper_bf16-s2", 2802), ("fp32", "fp32_attention-s1", 15000)),
 )
 """Section of probes.json, run and step."""
-FROM_ZERO = ("baselines", "baselines_bf16_residual", "attribution", "projection")
+FROM_ZERO = (
+    "baselines", "baselines_bf16_residual", "attribution", "projection",
+    "projection_bf16_residual",
+)  # fmt: skip
 
 
 @functools.cache
@@ -120,7 +124,7 @@ def losses() -> str:
     cells = ("low_order_o", "consistent_sum", "qk_norm", "weight_decay")
     own = [run["run"] for run in rows_of("attribution") if run["cell"] in cells]
     pairs += [(run, f"compensated-{run[-2:]}") for run in own]
-    pairs.append(("compensated-s1, BF16 stream", "compensated-s1"))
+    pairs += [(f"compensated-s{n}, BF16 stream, to 8,000", f"compensated-s{n}") for n in (1, 2)]
     controls = {"bf16": "bf16-s1", "no_qk_norm": "bf16_no_qk_norm-s1"}
     for run in rows_of("int8"):
         other = controls.get(run["cell"], f"bf16-s{run['seed']}") + ", of int8"
