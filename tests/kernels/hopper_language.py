@@ -83,8 +83,12 @@ def _store(place: Value, x: Value, mask: Any = None) -> None:
     step().run_of.written.setdefault(place.number, []).append(x)
 
 
-def _assembler(asm: str, constraints: str, args: list[Value], dtype: Any, **_: Any) -> Value:
+def _assembler(
+    asm: str, constraints: str, args: list[Value], dtype: Any, is_pure: bool, **_: Any
+) -> Value:
     made = together(*args)
+    if not is_pure:  # which stays before an arrival that follows
+        made.loaded()
     made.dtype = dtype
     return made
 

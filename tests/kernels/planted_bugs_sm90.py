@@ -76,12 +76,11 @@ BUGS = (
     # --- rows of dS
     Bug("target of other rows", ROWS, "tl.load(target_ptr + row,",
         "tl.load(target_ptr + row // 2,", SUMMED),
-    Bug("rows not summed", EXCESS, "sums.index(i).store(total)", "sums.index(i).store(total * 0.0)",
-        SUMMED),
-    Bug("sums of other queries", EXCESS, "sums.index(i).store(total)",
-        "sums.index(FIRST + COUNT - 1 - i + FIRST).store(total)", SUMMED),
-    Bug("half of the keys of a tile not summed", EXCESS, "static_range(STEPS)",
-        "static_range(STEPS // 2)", SUMMED),
+    Bug("rows not summed", BACKWARD, "place.store(gl.max(of_rows, 1))",
+        "place.store(gl.max(of_rows, 1) * 0.0)", SUMMED),
+    Bug("sums of other queries", EXCESS, "W * 64 if T.BM", "64 - W * 64 if T.BM", SUMMED),
+    Bug("half of the keys of a tile not summed", EXCESS, "range(T.BN // KEYS)",
+        "range(T.BN // KEYS // 2)", SUMMED),
     # --- backward in two kernels
     Bug("P from the other place", KEY_GRADIENTS, "fetched(p_s.index(p_place), S_L)",
         "fetched(p_s.index(p_place ^ 1), S_L)", MLA),

@@ -149,42 +149,36 @@ PLANTED = {
     "turn not passed on": (
         "backward", 64, "nobody can go on", ("pass_turn(turns + tile)", "pass"),
     ),
-    "rows: dS freed before it is summed": (
+    "rows: dS freed before it is followed": (
         "excess", 64, "before a load of it ends",
         ("found = () / for i in", "mbarrier.arrive(smem.ds.empty.index(slot), count=1) / ..."),
-        ("mbarrier.arrive(smem.ds.empty.index(slot), count=1) / return", "return"),
+        ("mbarrier.arrive(smem.ds.empty.index(slot), count=1) / for i", "for i"),
     ),
     "rows: dS never freed": (
         "excess", 128, "nobody can go on",
         ("mbarrier.arrive(smem.ds.empty.index(slot), count=1)", ""),
     ),
-    "rows: dS summed before it is there": (
+    "rows: dS followed before it is there": (
         "excess", 128, "not full", ("mbarrier.wait(smem.ds.full.index(slot), parity)", ""),
     ),
-    "rows: the writer's half too": (
-        "backward", 64, "not full",
-        ("mbarrier.wait(smem.ds.full.index(W), (number >> 1) & 1)", ""),
+    "rows: sums not awaited": (
+        "backward", 64, "not awaited",
+        ("2 + T.BN // ONES, deps=(dv,", "3 + T.BN // ONES, deps=(dv,"),
+        ("warpgroup_mma_wait(1, deps=(sums_made, dq_made, dk_made))",
+         "warpgroup_mma_wait(T.BN // ONES + 1, deps=(sums_made, dq_made, dk_made))"),
     ),
     "rows: sums overwritten while they leave": (
-        "excess", 64, "before a store of it ends|nobody can go on|without a fence",
-        ("mbarrier.wait(excess.ring.empty.index(slot), parity ^ 1)", ""),
+        "backward", 64, "before a store of it ends|without a fence",
+        ("mbarrier.wait(ring.empty, slot ^ 1) / ring.slots.index(W).store(dq)", ""),
+        ("fence_async_shared() / mbarrier.arrive(ring.full",
+         "mbarrier.wait(ring.empty, slot ^ 1) / ring.slots.index(W).store(dq) / ..."),
     ),
-    "rows: sums without a fence": (
-        "excess", 128, "without a fence", ("fence_async_shared() / mbarrier", "mbarrier"),
-    ),
-    "rows: sums leave before they are there": (
-        "backward", 64, "not full|without a fence|nobody can go on|Sequence",
-        ("mbarrier.wait(excess.ring.full.index(W), (number >> 1) & 1)", ""),
+    "rows: half of the keys not summed": (
+        "excess", 128, "Sequence", ("range(T.BN // KEYS)", "range(T.BN // KEYS // 2)"),
     ),
     "rows: half of a tile not followed": (
         "excess", 64, "Sequence",
-        ("follow_largest(found, m, n, excess, HALF, HALF, T)",
-         "follow_largest(found, m, n, excess, 0, HALF, T)"),
-    ),
-    "rows: a tile not followed": (
-        "backward", 128, "Sequence",
-        ("follow_largest(found, tile, n, excess, 0, HALF, T)",
-         "follow_largest(found, tile, n, excess, 0, 0, T)"),
+        ("tile * T.BM + i * ROWS", "tile * T.BM + i // 2 * ROWS"),
     ),
     "Q's place free while O leaves": (
         "consumer", 128, "before a store of it ends",

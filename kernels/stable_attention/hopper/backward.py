@@ -13,7 +13,7 @@ global memory by TMA, taking turns in the fixed order of `tiles.turn_of`. The fi
 nothing is cleared, and repeats are bitwise equal.
 
 A slot of the rings is freed by both consumers, of the list of items by the writers too. Under
-PROJECT an *adder* is the sixth role: it and the writers sum the rows of dS (`excess`).
+PROJECT a *follower* is the sixth role: it finds a key of the largest dS of rows (`excess`).
 """
 
 from triton.experimental import gluon
@@ -35,7 +35,7 @@ from stable_attention.hopper.barriers import (
     wait_for_turn,
 )
 from stable_attention.hopper.dropout import dropped, kept_bits
-from stable_attention.hopper.excess import ROWS, adder, follow_largest, sum_rows
+from stable_attention.hopper.excess import ONES, follower, row_sums
 from stable_attention.hopper.producer import PAIR, backward_producer
 from stable_attention.hopper.softmax import product_layout, softened
 from stable_attention.hopper.tiles import (
@@ -66,12 +66,23 @@ def _dq_product(ds, k_s, W: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _hand_over(dq, ring, slot, W: gl.constexpr):
-    """Leave this consumer's half of a dQ tile to the writer of the slot."""
+def _hand_over(dq, of_rows, ring, excess, slot, W: gl.constexpr, T: gl.constexpr):
+    """Leave this consumer's half of a dQ tile, and sums of rows [64, 8], to the slot's writer."""
     mbarrier.wait(ring.empty, slot ^ 1)
     ring.slots.index(W).store(dq)
+    if _sums_rows(W, T):
+        place = excess.sums.reshape((T.BM,))
+        if T.BM == 128:
+            place = place.slice(W * 64, 64)
+        place.store(gl.max(of_rows, 1))
     fence_async_shared()
     mbarrier.arrive(ring.full.index(slot), count=1)
+
+
+@gluon.constexpr_function
+def _sums_rows(W, T):
+    """Whether rows of dQ that this consumer makes are its own."""
+    return T.PROJECT and (T.BM == 128 or W == 0)
 
 
 @gluon.jit
@@ -85,7 +96,7 @@ def _store_part(place, x):
 
 @gluon.jit
 def _step(
-    state, t, g, item, items, softmax, drop, smem,
+    state, t, g, item, items, softmax, drop, smem, excess,
     MASKED: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     """Fold query tile t of head g of an item into state, and finish dQ of the tile before unless
@@ -98,6 +109,7 @@ def _step(
     S_L: gl.constexpr = product_layout(T.BM)
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(T.D), k_width=2)
     columns: gl.constexpr = gl.SliceLayout(0, S_L)
+    SUMMED: gl.constexpr = _sums_rows(W, T)
     q_s, do_s, ds_s = smem.q.slots, smem.do.slots, smem.ds.slots
     dtype: gl.constexpr = q_s.dtype
     zero_s = gl.zeros([64, T.BM], gl.float32, S_L)
@@ -175,6 +187,9 @@ def _step(
     before = slot ^ 1
     if not FIRST:
         mbarrier.wait(smem.ds.full.index(before), parity ^ before)
+        sums_made = None
+        if SUMMED:
+            sums_made = row_sums(ds_s.index(before), excess.ones, W, T)
         dq_made = _dq_product(ds_s.index(before), smem.k.slots, W, T)
     dk_made = warpgroup_mma(ds_operand, q_s.index(slot), dk, is_async=True)
     following, following_parity = advance(slot, parity, PAIR)
@@ -182,11 +197,20 @@ def _step(
         dv, dk_made = warpgroup_mma_wait(1, deps=(dv, dk_made))
         mbarrier.arrive(smem.do.empty.index(slot), count=1)
     else:
-        dv, dq_made, dk_made = warpgroup_mma_wait(2, deps=(dv, dq_made, dk_made))
+        sums = None
+        if SUMMED:
+            dv, sums_made, dq_made, dk_made = warpgroup_mma_wait(
+                2 + T.BN // ONES, deps=(dv, sums_made, dq_made, dk_made)
+            )
+        else:
+            dv, dq_made, dk_made = warpgroup_mma_wait(2, deps=(dv, dq_made, dk_made))
         mbarrier.arrive(smem.do.empty.index(slot), count=1)
-        dq, dk_made = warpgroup_mma_wait(1, deps=(dq_made, dk_made))
+        if SUMMED:
+            sums, dq, dk_made = warpgroup_mma_wait(1, deps=(sums_made, dq_made, dk_made))
+        else:
+            dq, dk_made = warpgroup_mma_wait(1, deps=(dq_made, dk_made))
         mbarrier.arrive(smem.ds.empty.index(before), count=1)
-        _hand_over(dq, smem.dq, before, W)
+        _hand_over(dq, sums, smem.dq, excess, before, W, T)
     if T.AHEAD:
         mbarrier.wait(smem.q.full.index(following), following_parity, pred=last == 0)
         # After the last tile this is a product of what lies there, which nobody reads.
@@ -203,7 +227,7 @@ def _step(
 
 
 @gluon.jit
-def _consumer(gradients, smem, items, softmax, drop, W: gl.constexpr, T: gl.constexpr):
+def _consumer(gradients, smem, excess, items, softmax, drop, W: gl.constexpr, T: gl.constexpr):
     """dK and dV of 64 keys of every item, and this consumer's half of dQ's products."""
     # Query tiles that the diagonal crosses. Keys past the end lie in the last key tile only, and a
     # causal mask hides them from its few query tiles; without one, all of them look.
@@ -259,7 +283,7 @@ def _consumer(gradients, smem, items, softmax, drop, W: gl.constexpr, T: gl.cons
             mbarrier.wait(smem.v.full, key_parity)
             key_parity ^= 1
             state = _step(
-                (slot, parity, dk, dv, s), 0, 0, item, items, softmax, drop, smem,
+                (slot, parity, dk, dv, s), 0, 0, item, items, softmax, drop, smem, excess,
                 T.CAUSAL or TAIL, True, W, T,
             )  # fmt: skip
             for g in range(0, T.GROUP):
@@ -268,11 +292,14 @@ def _consumer(gradients, smem, items, softmax, drop, W: gl.constexpr, T: gl.cons
                     if EDGE > 1 or T.GROUP > 1:
                         for t in range(begin, gl.minimum(EDGE, count)):
                             state = _step(
-                                state, t, g, item, items, softmax, drop, smem, True, False, W, T
-                            )
+                                state, t, g, item, items, softmax, drop, smem, excess,
+                                True, False, W, T,
+                            )  # fmt: skip
                     begin = EDGE
                 for t in range(begin, count):
-                    state = _step(state, t, g, item, items, softmax, drop, smem, TAIL, False, W, T)
+                    state = _step(
+                        state, t, g, item, items, softmax, drop, smem, excess, TAIL, False, W, T
+                    )
             slot, parity, dk, dv, _ = state
             mbarrier.arrive(smem.v.empty, count=1)
             if T.DROPOUT:
@@ -283,6 +310,9 @@ def _consumer(gradients, smem, items, softmax, drop, W: gl.constexpr, T: gl.cons
             out = smem.out.index(W)
             before = slot ^ 1
             mbarrier.wait(smem.ds.full.index(before), parity ^ before)
+            sums = None
+            if _sums_rows(W, T):
+                sums = row_sums(smem.ds.slots.index(before), excess.ones, W, T)
             dq_made = _dq_product(smem.ds.slots.index(before), smem.k.slots, W, T)
             if T.SUMS:
                 own = ((head * items.key_tiles + place) * T.BN + W * 64).to(gl.int64) * T.D
@@ -295,10 +325,13 @@ def _consumer(gradients, smem, items, softmax, drop, W: gl.constexpr, T: gl.cons
                 fence_async_shared()
                 column = b * gradients.dv.stride_b + hk * gradients.dv.stride_h
                 store_tile(gradients.dv.desc, row, column, start_k, keys, out, T.PACKED)
-            dq = warpgroup_mma_wait(0, deps=(dq_made,))
+            if _sums_rows(W, T):
+                sums, dq = warpgroup_mma_wait(0, deps=(sums, dq_made))
+            else:
+                dq = warpgroup_mma_wait(0, deps=(dq_made,))
             mbarrier.arrive(smem.ds.empty.index(before), count=1)
             mbarrier.arrive(smem.k.empty, count=1)
-            _hand_over(dq, smem.dq, before, W)
+            _hand_over(dq, sums, smem.dq, excess, before, W, T)
             if T.SUMS:
                 _store_part(own, dk)
             else:
@@ -346,12 +379,6 @@ def _writer(sum_desc, excess, turns, smem, items, W: gl.constexpr, T: gl.constex
                 turn = turn_of(m, n, queries, keys, items.right, T.BM, T.BN, T.CAUSAL, T.BAND)
                 if T.BAND:
                     turn = gl.where(seen > 0, turn, -1)
-                if T.PROJECT:
-                    HALF: gl.constexpr = T.BM // ROWS // 2  # of this writer's tiles, in slot W
-                    mbarrier.wait(smem.ds.full.index(W), (number >> 1) & 1)
-                    found = sum_rows(W, smem, excess, 0, HALF, T)
-                    fence_async_shared()
-                    mbarrier.wait(excess.ring.full.index(W), (number >> 1) & 1)
                 wait_for_turn(turns + tile, turn)
                 mbarrier.wait(smem.dq.full.index(number & 1), (number >> 1) & 1)
                 row = tile * T.BM
@@ -361,11 +388,10 @@ def _writer(sum_desc, excess, turns, smem, items, W: gl.constexpr, T: gl.constex
                     second_row = row + 64
                     column = 0
                 if T.PROJECT:
-                    of_rows = excess.ring.slots.index(W)
                     if turn == 0:
-                        tma.async_copy_shared_to_global(excess.sum_desc, [tile, 0], of_rows)
+                        tma.async_copy_shared_to_global(excess.sum_desc, [tile, 0], excess.sums)
                     elif turn > 0:
-                        tma_add(excess.sum_desc, [tile, 0], of_rows)
+                        tma_add(excess.sum_desc, [tile, 0], excess.sums)
                 if turn == 0:
                     tma.async_copy_shared_to_global(sum_desc, [row, 0], dq_s.index(0))
                     tma.async_copy_shared_to_global(sum_desc, [second_row, column], dq_s.index(1))
@@ -374,12 +400,8 @@ def _writer(sum_desc, excess, turns, smem, items, W: gl.constexpr, T: gl.constex
                     tma_add(sum_desc, [second_row, column], dq_s.index(1))
                 tma.store_wait(0)
                 mbarrier.arrive(smem.dq.empty, count=1)
-                if T.PROJECT:
-                    mbarrier.arrive(excess.ring.empty.index(W), count=1)
                 if turn >= 0:
                     pass_turn(turns + tile)
-                if T.PROJECT:
-                    follow_largest(found, tile, n, excess, 0, HALF, T)
             done += count * T.GROUP
     tma.store_wait(0)
 
@@ -416,10 +438,19 @@ def _new_memory(inputs, sum_desc, T: gl.constexpr):
     item_s = gl.allocate_shared_memory(gl.int32, [PAIR, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return bundles.BackwardMemory(
         item=_ring(item_s, 1, 5 if T.PROJECT else 4), k=_one_slot(k_s), v=_one_slot(v_s),
-        q=_ring(q_s, 1, 2), do=_ring(do_s, 1, 2), ds=_ring(ds_s, 2, 4 if T.PROJECT else 2),
+        q=_ring(q_s, 1, 2), do=_ring(do_s, 1, 2), ds=_ring(ds_s, 2, 3 if T.PROJECT else 2),
         dq=bundles.Ring(dq_s, new_barriers(2, PAIR), new_barriers(1, 1).index(0)),
         shift=shift_s, delta=delta_s, out=out_s,
     )  # fmt: skip
+
+
+@gluon.jit
+def _new_excess(sum_desc, rank_ptr, dtype: gl.constexpr, T: gl.constexpr):
+    sums_s = gl.allocate_shared_memory(gl.float32, [1, T.BM], sum_desc.layout)
+    ones_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, ONES], dtype)
+    ones_s = gl.allocate_shared_memory(dtype, [8, ONES], ones_l)
+    ones_s.store(gl.full([8, ONES], 1.0, dtype, gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])))
+    return bundles.Excess(sum_desc, rank_ptr, sums_s, ones_s)
 
 
 @gluon.jit(
@@ -465,18 +496,17 @@ def backward_kernel(
     drop = bundles.Dropout(seed_ptr, threshold, batch_offset, head_offset, keep_scale)
     smem = _new_memory(inputs, sum_desc, T)
     if PROJECT:
-        excess_s = gl.allocate_shared_memory(gl.float32, [PAIR, 1, BM], shift_desc.layout)
-        excess = bundles.Excess(excess_desc, rank_ptr, _ring(excess_s, 1, 1))
+        excess = _new_excess(excess_desc, rank_ptr, q_desc.dtype, T)
         fence_async_shared()
         SMALL: gl.constexpr = 504 - 2 * REGISTERS  # what consumers leave to each of the others
         gl.warp_specialize(
             [
-                (_consumer, (gradients, smem, items, softmax, drop, 0, T)),
-                (_consumer, (gradients, smem, items, softmax, drop, 1, T)),
+                (_consumer, (gradients, smem, excess, items, softmax, drop, 0, T)),
+                (_consumer, (gradients, smem, excess, items, softmax, drop, 1, T)),
                 (backward_producer, (inputs, smem, items, T)),
                 (_writer, (sum_desc, excess, turns, smem, items, 0, T)),
                 (_writer, (sum_desc, excess, turns, smem, items, 1, T)),
-                (adder, (excess, smem, items, T)),
+                (follower, (excess, smem, items, T)),
             ],
             [4, 1, 1, 1, 1],
             [REGISTERS, SMALL, SMALL, SMALL, SMALL],
@@ -485,8 +515,8 @@ def backward_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (_consumer, (gradients, smem, items, softmax, drop, 0, T)),
-                (_consumer, (gradients, smem, items, softmax, drop, 1, T)),
+                (_consumer, (gradients, smem, None, items, softmax, drop, 0, T)),
+                (_consumer, (gradients, smem, None, items, softmax, drop, 1, T)),
                 (backward_producer, (inputs, smem, items, T)),
                 (_writer, (sum_desc, None, turns, smem, items, 0, T)),
                 (_writer, (sum_desc, None, turns, smem, items, 1, T)),

@@ -106,12 +106,13 @@ shift, delta: float32 [PAIR, 1, BM], with the barriers of q and do; under PROJEC
 out: [2, 64, D], of each consumer, for dV and dK
 """
 
-Excess = namedtuple("Excess", "sum_desc rank_ptr ring")
+Excess = namedtuple("Excess", "sum_desc rank_ptr sums ones")
 """Of the rows of dS as it multiplies K, under PROJECT.
 
 sum_desc: their sums float32 [B * H * query tiles, BM]
 rank_ptr: int32 of that shape, `numerics.key_of_rank`
-ring: `Ring` [PAIR, 1, BM], sums of a tile on their way
+sums: float32 [1, BM] of the tile in dq, with its barriers
+ones: [8, 16], with which dS is summed
 """
 
 BackwardTraits = namedtuple(

@@ -1,28 +1,28 @@
 """Of the rows of dS as it multiplies K: what they sum to, and a key of their largest.
 
-Warps that have time read every tile of dS where the consumers of `backward` leave it, [keys,
-queries], as fragments of tensor-core products. A product with ones is the sum, exact but for its
-float32 additions. A packed integer maximum over the same registers finds the key: of a dS it takes
-sign and low bits off and puts the key's place in the tile there (`numerics.key_of_rank`), two dS an
-instruction.
+The consumers of `backward` make the sum beside dQ, a product with ones. A warp that has time reads
+every tile of dS where they leave it, [keys, queries], as fragments of tensor-core products. A
+packed integer maximum over them finds the key: of a dS it takes sign and low bits off and puts the
+key's place in the tile there (`numerics.key_of_rank`), two dS an instruction.
 
 Shape legend: as in `backward`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from stable_attention.hopper.barriers import advance
 from stable_attention.hopper.producer import PAIR
-from stable_attention.hopper.softmax import halves
+from stable_attention.hopper.softmax import halves, product_layout
 from stable_attention.hopper.tiles import first_row_of, item_at, place_of, query_tiles_of
 
 ROWS = gl.constexpr(32)
 """Queries of a product: a lane's own row each, in the end."""
 STEP = gl.constexpr(16)
 """Keys of a product."""
+ONES = gl.constexpr(16)
+"""Keys of a product with ones."""
 PRODUCT = gl.constexpr(
     gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
 )
@@ -87,66 +87,58 @@ def _own_row(x):
 
 
 @gluon.jit
-def _rows_of(tiles, half: gl.constexpr, FIRST: gl.constexpr, STEPS: gl.constexpr):
-    """(sums float32, sizes and places of the largest int32) [ROWS] of queries of a tile of dS, from
-    FIRST on of 64."""
-    dtype: gl.constexpr = tiles.dtype
+def row_sums(ds, ones, W: gl.constexpr, T: gl.constexpr):
+    """Start the sums of this consumer's 64 rows of a tile of dS, in 8 equal columns, products with
+    the same ones."""
+    total = gl.zeros([64, 8], gl.float32, product_layout(8))
+    FIRST: gl.constexpr = W * 64 if T.BM == 128 else 0
+    KEYS: gl.constexpr = ones.shape[1]
+    for i in gl.static_range(T.BN // KEYS):
+        part = ds.slice(i * KEYS, KEYS).slice(FIRST, 64, dim=1).permute((1, 0))
+        total = warpgroup_mma(part, ones.permute((1, 0)), total, use_acc=i > 0, is_async=True)
+    return total
+
+
+@gluon.jit
+def _largest_of(tiles, half: gl.constexpr, FIRST: gl.constexpr, STEPS: gl.constexpr):
+    """Sizes and places of the largest, int32 [ROWS], of queries of a tile of dS, from FIRST on of
+    64."""
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2)
-    B_L: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=PRODUCT, k_width=2)
-    ones = gl.full([STEP, 8], 1.0, dtype, B_L)
-    total = gl.zeros([ROWS, 8], gl.float32, PRODUCT)
     for i in gl.static_range(STEPS):
         ds = tiles.index(half * STEPS + i).slice(FIRST, ROWS, dim=1).permute((1, 0)).load(A_L)
-        total = mma_v2(ds, ones, total)
         a, b = halves(ds)
         here = _larger(_sized(a, STEP * i), _sized(b, STEP * i + 8))
         if i == 0:
             largest = here
         else:
             largest = _larger(largest, here)
-    return _own_row(total), _own_row(_largest_of_rows(largest)).to(gl.int32)
+    return _own_row(_largest_of_rows(largest)).to(gl.int32)
 
 
 @gluon.jit
-def sum_rows(slot, smem, excess, FIRST: gl.constexpr, COUNT: gl.constexpr, T: gl.constexpr):
-    """Leave sums of COUNT times ROWS rows of a tile of dS in the ring of `bundles.Excess`, without
-    a fence for TMA, and free dS. Returns sizes and places of the largest, COUNT tensors [ROWS]."""
+def _follow(slot, tile, n, smem, excess, T: gl.constexpr):
+    """Ranks of a tile of dS, of query tile ``tile`` and key tile n; frees dS."""
     STEPS: gl.constexpr = T.BN // STEP
-    ds_s, excess_s = smem.ds.slots, excess.ring.slots
+    ds_s = smem.ds.slots
     # Swizzled tiles are 64 columns wide, and their pattern comes again every 8 rows.
     part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, 64], ds_s.dtype)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles = ds_s.index(slot)._reinterpret(ds_s.dtype, [T.BM // 64 * STEPS, STEP, 64], part)
-    sums = excess_s.index(slot)._reinterpret(gl.float32, [T.BM // ROWS, ROWS], plain)
     found = ()
-    for i in gl.static_range(FIRST, FIRST + COUNT):
-        total, largest = _rows_of(tiles, i * ROWS // 64, i * ROWS % 64, STEPS)
-        sums.index(i).store(total)
+    for i in gl.static_range(T.BM // ROWS):
+        largest = _largest_of(tiles, i * ROWS // 64, i * ROWS % 64, STEPS)
         found = found + (largest,)  # type: ignore[assignment]
     mbarrier.arrive(smem.ds.empty.index(slot), count=1)
-    return found
-
-
-@gluon.jit
-def follow_largest(
-    found, tile, n, excess, FIRST: gl.constexpr, COUNT: gl.constexpr, T: gl.constexpr
-):
-    """Ranks in memory after what `sum_rows` returned, of query tile ``tile`` and key tile n.
-
-    After the arrivals that others wait for: these would wait for this.
-    """
-    for i in gl.static_range(COUNT):
+    for i in gl.static_range(T.BM // ROWS):
         largest = found[i]
-        first = excess.rank_ptr + tile * T.BM + (FIRST + i) * ROWS
+        place = excess.rank_ptr + tile * T.BM + i * ROWS
         rank = (largest >> 7 << 23) | (n * T.BN + (largest & 127))
-        gl.atomic_max(first + gl.arange(0, ROWS, largest.type.layout), rank, sem="relaxed")
+        gl.atomic_max(place + gl.arange(0, ROWS, largest.type.layout), rank, sem="relaxed")
 
 
 @gluon.jit
-def adder(excess, smem, items, T: gl.constexpr):
-    """The later half of the rows of every dS tile, for its writer, who has the other half."""
+def follower(excess, smem, items, T: gl.constexpr):
+    """The largest of the rows of every dS tile, for which nobody waits."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    HALF: gl.constexpr = T.BM // ROWS // 2
     key_tiles = items.key_tiles
     if T.PACKED:
         key_tiles = gl.load(items.counter + 2)
@@ -174,12 +166,8 @@ def adder(excess, smem, items, T: gl.constexpr):
                 row = (head * T.GROUP + g) * items.query_tiles + first
                 for m in range(row, row + count):
                     mbarrier.wait(smem.ds.full.index(slot), parity)
-                    mbarrier.wait(excess.ring.empty.index(slot), parity ^ 1)
-                    found = sum_rows(slot, smem, excess, HALF, HALF, T)
-                    fence_async_shared()
-                    mbarrier.arrive(excess.ring.full.index(slot), count=1)
-                    follow_largest(found, m, n, excess, HALF, HALF, T)
+                    _follow(slot, m, n, smem, excess, T)
                     slot, parity = advance(slot, parity, PAIR)
 
 
-__all__ = ["ROWS", "adder", "follow_largest", "sum_rows"]
+__all__ = ["ONES", "follower", "row_sums"]
