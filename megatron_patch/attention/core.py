@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 # Options of context parallelism, whatever the backend.
 CP_OPTIONS = ("gradient_wire", "head_groups")
+# Of `Options`, what a spec may say and the layer does not: settings of backends with stabilizers.
+NUMERICS = ("stabilizer", "residual", "beta", "eps", "backward", "allow_broken")
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
 
 
@@ -61,9 +63,10 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     row = BACKENDS[backend]
-    allowed = row.own_options + (CP_OPTIONS if row.chunk_primitives else ())
+    allowed = row.own_options + (NUMERICS if row.stabilizers else ())
+    allowed += CP_OPTIONS if row.chunk_primitives else ()
     unknown = sorted(name for name in options if name not in allowed)
-    if unknown and not row.stabilizers:
+    if unknown:
         takes = f"only {', '.join(allowed)}" if allowed else "no options"
         raise ValueError(f"backend {backend!r} takes {takes}; got {', '.join(unknown)}")
     if row.module is not None:
