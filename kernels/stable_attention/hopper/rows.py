@@ -308,10 +308,12 @@ def saturated_kernel(
             scanned = low + tl.arange(0, SCAN)
             of_scanned = tl.load(of_key_ptr + place + scanned, mask=scanned < last, other=-1)
             found = (of_scanned >= n * BN) & (of_scanned < n * BN + BN)
-            found = tl.max(found.to(tl.int32), 0)
-            any_found += found
-            if found > 0:
-                for i in range(low, tl.minimum(low + SCAN, last), STEP):
+            # Often the first row of a sequence alone, whose only key has all of it.
+            end = tl.max(tl.where(found, scanned + 1, 0), 0)
+            if end > 0:
+                any_found = 1
+                begin = tl.min(tl.where(found, scanned, end), 0) // STEP * STEP
+                for i in range(begin, end, STEP):
                     rows = i + tl.arange(0, STEP)
                     key = tl.load(of_key_ptr + place + rows, mask=rows < last, other=-1)
                     weight = tl.load(weight_ptr + place + rows, mask=rows < last, other=0.0)
