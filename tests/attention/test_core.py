@@ -352,7 +352,7 @@ def test_spec_of_each_backend_takes_its_own_options():
     assert core_attention_spec("mcore_local") is DotProductAttention
     with pytest.raises(ValueError, match="takes only gradient_wire, head_groups; got stabilizer"):
         core_attention_spec("reference", stabilizer="none")
-    with pytest.raises(ValueError, match="takes only stabilizer, .*head_groups; got stabiliser"):
+    with pytest.raises(ValueError, match=r"takes only stabilizer, .*head_groups; got stabiliser"):
         core_attention_spec("stable_flash", stabiliser="none")
     with pytest.raises(ValueError, match="takes no options; got gradient_wire"):
         core_attention_spec("sdpa_flash", gradient_wire="bf16")
