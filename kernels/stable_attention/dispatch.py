@@ -75,13 +75,14 @@ class KernelSet:
 
 # Triton 3.9 has removed calls of Gluon that the kernels of sm_90 make; 3.8 was not tried.
 GLUON = frozenset({"sm90"} if triton.__version__.startswith(("3.6.", "3.7.")) else ())
+# P K is added up nowhere on sm_90.
+_OTHER_PROJECTIONS = frozenset(PROJECTING) - {"compensated_projected"}
 _NOT_ON_HOPPER = frozenset(
     {
         "different v head dim", "paper_bf16",
         # At d 128 it needs 16 bytes more of shared memory than there are.
         "projection with dropout",
-        # One pass makes dQ and dK, so that dK has the delta of O.
-        *(name for name in PROJECTING if name != "compensated_projected"),
+        *_OTHER_PROJECTIONS,
         # Of packed chunks a band per sequence is missing, of dropout keys from any position on.
         "packed chunks", "chunks with dropout",
         # The first spills 2.3 kB at d 64 and was not timed; the second took 1.6 times as long.
@@ -90,7 +91,9 @@ _NOT_ON_HOPPER = frozenset(
 )  # fmt: skip
 _NOT_FORWARD = frozenset({"dynamic_max", "o_lo in int8 or fp32", "dropout", "softcap"})
 # Of the head dims beside 64 and 128; nobody has tried them there.
-_NOT_BESIDE_64_AND_128 = frozenset({"softcap", "dropout", "paper_bf16", "chunks", *PROJECTING})
+_NOT_BESIDE_64_AND_128 = (
+    frozenset({"softcap", "dropout", "paper_bf16", "chunks"}) | _OTHER_PROJECTIONS
+)
 KERNEL_SETS = (
     KernelSet(
         name="hopper",

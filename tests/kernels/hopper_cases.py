@@ -111,12 +111,18 @@ class Case:
         places = self.places(kernel)
         if kernel == "key_gradients":
             function = key_gradients.key_gradients_kernel
+            shift = torch.cat([self.rows] * self.p.planes, 1)
             made = wide.key_arguments(
-                self.plan, q, k, v, out, k, v, self.rows, self.rows, c, places
+                self.plan, q, k, v, out, k, v, shift, self.rows, c, places
             )  # fmt: skip
         elif kernel == "query_gradient":
             function = query_gradient.query_kernel
-            made = wide.query_arguments(self.plan, q, k, v, out, q, self.lse, self.lse, c, places)
+            planes = self.p.planes > 1
+            lse = torch.stack([self.lse] * 2) if planes else self.lse
+            target = self.lse if planes else None
+            made = wide.query_arguments(
+                self.plan, q, k, v, out, q, lse, self.lse, target, c, places
+            )  # fmt: skip
         elif kernel == "forward":
             function = forward.forward_kernel
             low = torch.empty_like(out) if self.low else None
@@ -251,7 +257,9 @@ def check_query_gradient(case: Case, run: Run) -> None:
         for row in range(0, -(-s.sq // 128) * 128, 64):
             with_row = case.of("q", row, 64, s, h) | case.of("do", row, 64, s, h)
             at = case.column(case.q, s, h) + (s.q + row) * case.q.stride(-3)
+            needed = rows_of_ds(case, s, h, hk, row)
             for found in (pieces := run.written.pop(("dq", at))):
+                assert found.of >= needed, (s, h, row)
                 terms = Counter(
                     frozenset(t for t in term if isinstance(t, Tile)) for term in found.terms
                 )
@@ -261,6 +269,35 @@ def check_query_gradient(case: Case, run: Run) -> None:
                     assert times == 1 or (times == 0 and not case.sees(s, row, 64, key, 64))
                 assert not terms, (s, h, row)
             assert len(pieces) == p.d // FORWARD[p.d, p.dv].columns
+            if needed:
+                where = ("delta", numbers_of(case, s, h))
+                deltas = [x.whole() for x in run.written.get(where, [])]
+                assert any(x >= needed - {key_of(case, s, hk)} for x in deltas), (s, h, row)
+        if p.planes > 1 and s.sq:
+            assert len(run.written.pop(("delta", numbers_of(case, s, h)))) == -(-s.sq // 128) * 2
+
+
+def numbers_of(case: Case, s: Sequence, h: int) -> int:
+    """Where LSE and delta of a sequence's queries are."""
+    return h * case.lse.stride(-2) + (s.entry and s.entry * case.lse.stride(0)) + s.q
+
+
+def key_of(case: Case, s: Sequence, hk: int) -> tuple[str, int]:
+    """The keys of a sequence in memory."""
+    return "key", case.column(case.k, s, hk) + s.k * case.k.stride(-3)
+
+
+def rows_of_ds(case: Case, s: Sequence, h: int, hk: int, row: int) -> frozenset[Any]:
+    """What dQ of 64 queries is put right with: all blocks that they see, and numbers of rows."""
+    if case.p.planes == 1:
+        return frozenset()
+    found = case.of("q", row, 64, s, h) | case.of("do", row, 64, s, h)
+    for key in range(0, s.sk, 64):
+        if case.sees(s, row, 64, key, 64):
+            found |= case.of("k", key, 64, s, hk) | case.of("v", key, 64, s, hk)
+    at = numbers_of(case, s, h)
+    found |= {("lse", at), ("lse", at + case.lse.numel()), ("target", at), ("delta", at)}
+    return found | {key_of(case, s, hk)}
 
 
 def check_forward(case: Case, run: Run) -> None:

@@ -111,7 +111,7 @@ def _specialize(roles: list[Any], workers: Any, registers: Any) -> None:
         setup.program.roles.append(Role(setup.run_of, setup.program, title, body))
 
 
-def _to(x: Any, dtype: Any) -> Any:
+def _to(x: Any, dtype: Any, bitcast: bool = False) -> Any:
     return together(x) if isinstance(x, Value) else x
 
 

@@ -14,7 +14,7 @@ from planted_bugs import Bug
 
 CONSUMER, SOFTMAX, TILES = "hopper/consumer.py", "hopper/softmax.py", "hopper/tiles.py"
 PRODUCER, BACKWARD, ROWS = "hopper/producer.py", "hopper/backward.py", "hopper/rows.py"
-EXCESS = "hopper/excess.py"
+EXCESS, PROJECTION = "hopper/excess.py", "hopper/projection.py"
 KEY_GRADIENTS, QUERY_GRADIENT = "hopper/key_gradients.py", "hopper/query_gradient.py"
 
 # Seed 1: a run without LSE too, as seeds divisible by 3 get, would compile each kernel twice.
@@ -30,6 +30,7 @@ PACKED = "layout=thd lens_q=5,200,333 lens_k=40,200,333 causal=1 left=70 hq=4 d=
 SEGMENTS = "sq=64 sk=4500 hq=1 hk=1 d=128 seed=1"
 SUMMED = "sq=300 sk=300 causal=1 d=64 sinks=learned stabilizer=compensated_projected seed=1"
 MLA = "sq=200 sk=200 causal=1 hq=2 hk=1 d=192 dv=128 seed=1"
+WIDE = "sq=300 sk=300 causal=1 d=256 sinks=learned stabilizer=compensated_projected seed=1"
 
 BUGS = (
     # --- forward
@@ -91,6 +92,18 @@ BUGS = (
         "queries - row, (T.PARTS - 1 - part) * DQ)", MLA),
     Bug("dQ of the first block overwritten", QUERY_GRADIENT, "k_s, before, i > 1, T.PARTS",
         "k_s, before, i > 2, T.PARTS", MLA),
+    # --- rows of dS there
+    Bug("rows of the first block alone summed", QUERY_GRADIENT,
+        "pinned(sums + by_lane(widened(slopes)))", "pinned(sums + 0.0 * by_lane(widened(slopes)))",
+        WIDE),
+    Bug("target of wide heads left out", PROJECTION, "excess -= gl.load(numbers.target_ptr",
+        "excess -= 0.0 * gl.load(numbers.target_ptr", WIDE),
+    Bug("delta of wide heads corrected the other way", PROJECTION,
+        "gl.convert_layout(delta, LAYOUT) + excess", "gl.convert_layout(delta, LAYOUT) - excess",
+        WIDE),
+    Bug("excess added along the key", PROJECTION,
+        "dq * gl.expand_dims(weight, 1) - gl.expand_dims(excess, 1) * k",
+        "dq * gl.expand_dims(weight, 1) + gl.expand_dims(excess, 1) * k", WIDE),
 )  # fmt: skip
 
 

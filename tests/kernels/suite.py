@@ -268,7 +268,7 @@ def chunks_that_sum_to_zero(
     return [f"{x} error {size:.3f} over chunks" for x, size in sizes.items() if not size < 0.01]
 
 
-def large_logits(stabilizer: str, size: float = 1e6) -> list[str]:
+def large_logits(stabilizer: str, size: float = 1e6, d: int = 64, dv: int = 64) -> list[str]:
     """Every float32 score is exact here, and weights of four keys differ: P must be right.
 
     In log2 units the scale is a power of two: a GPU's multiply-add rounds the scaled score together
@@ -279,14 +279,14 @@ def large_logits(stabilizer: str, size: float = 1e6) -> list[str]:
     from stable_attention import stable_attention
 
     gen = torch.Generator().manual_seed(0)
-    n, d, scale = 64, 64, math.log(2) / 8
+    n, scale = 64, math.log(2) / 8
     # Scores are integers of at most 23 bits: one large product, and small integers beside it.
     q, k = (torch.randint(-1, 2, (1, 1, n, d), generator=gen).float() for _ in range(2))
     root = 2.0 ** round(math.log2((size * 8) ** 0.5))
     q[..., 0], k[..., 0] = root, 0.0
     k[..., 5:9, 0] = root
     k[..., 5:9, 1:] *= torch.rand(d - 1, generator=gen) < 0.5
-    v, dout = (torch.randn(1, 1, n, d, generator=gen) for _ in range(2))
+    v, dout = (torch.randn(1, 1, n, dv, generator=gen) for _ in range(2))
     tensors = [x.to(DEVICE).bfloat16() for x in (q, k, v)]
     dout = dout.to(DEVICE).bfloat16()
     leaves = [x.requires_grad_() for x in tensors]

@@ -172,7 +172,8 @@ cases = ((128, "thd", 1, whole), (64, "bshd", 8, whole), (128, "bshd", 8, dict(s
          (64, "bshd", 2, dropped), (128, "bshd", 8, dropped),
          (64, "bshd", 8, projected), (128, "bshd", 8, projected), (64, "thd", 1, projected),
          (128, "thd", 1, whole | projected), (64, "bshd", 8, chunks | projected),
-         (128, "bshd", 2, chunks | projected))
+         (128, "bshd", 2, chunks | projected), (256, "bshd", 8, projected),
+         (192, "bshd", 2, projected), (256, "thd", 1, whole | projected))
 for d, layout, kv_heads, options in cases:
     dv = 128 if d == 192 else d
     p = Problem(layout=layout, dtype=torch.bfloat16, batch=2, sq=2048, sk=2048, heads=8, d=d, dv=dv,

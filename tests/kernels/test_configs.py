@@ -125,7 +125,17 @@ def test_architectures_nobody_compiled_for_are_refused(
         ({"stabilizer": "compensated_projected"}, "hopper"),
         ({"stabilizer": "compensated_projected", "residual": "int8"}, "hopper_backward"),
         ({"stabilizer": "compensated_projected", "dropout_p": 0.1}, "triton"),
-        ({"stabilizer": "compensated_projected", "d": 96}, "triton"),
+        ({"stabilizer": "compensated_projected", "d": 96}, "hopper_forward"),
+        ({"stabilizer": "compensated_projected", "d": 256}, "hopper_wide"),
+        (
+            {"stabilizer": "compensated_projected", "d": 192, "dv": 128, "window": (4, 0)},
+            "hopper_wide",
+        ),
+        (
+            {"stabilizer": "compensated_projected", "d": 256, "residual": "int8"},
+            "hopper_wide_backward",
+        ),
+        ({"stabilizer": "projected", "d": 256}, "triton"),
     ],
 )
 def test_hopper_serves_what_its_row_says(

@@ -59,6 +59,9 @@ def test_packed_sequences(kernel: str, d: int, dv: int) -> None:
         d, dv, 150, 200, window_right=0, layout="thd", batch=len(PACKED), tq=tq, tk=tk
     )  # fmt: skip
     tried(kernel, Case(packed, lengths=PACKED), SEEDS, Sources())
+    projecting = replace(packed, **PROJECTING)
+    if kernel != "forward":
+        tried(kernel, Case(projecting, lengths=PACKED), SEEDS, Sources())
 
 
 PROJECTING = {"stabilizer": "compensated_projected"}
@@ -69,6 +72,14 @@ PROJECTING = {"stabilizer": "compensated_projected"}
 def test_rows_of_ds_are_summed_and_followed(d: int, mask: str) -> None:
     given = replace(asked("backward", d, d, mask), **PROJECTING)
     tried("backward", Case(given), SEEDS, Sources())
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("d, dv", SHAPES["query_gradient"])
+@pytest.mark.parametrize("kernel", ["key_gradients", "query_gradient"])
+def test_rows_of_ds_in_two_kernels(kernel: str, d: int, dv: int, mask: str) -> None:
+    given = replace(asked(kernel, d, dv, mask), **PROJECTING)
+    tried(kernel, Case(given), SEEDS, Sources())
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -186,6 +197,23 @@ PLANTED = {
         ("follow_largest(found, tile, n, excess, 0, HALF, T)",
          "follow_largest(found, tile, n, excess, 0, 0, T)"),
     ),
+    "rows: a block of dS not summed": (
+        "query_gradient", 192, "Sequence",
+        ("pinned(sums + by_lane(widened(slopes)))", "pinned(by_lane(widened(slopes)))"),
+    ),
+    "rows: the key of another batch entry": (
+        "projection", 192, "Sequence",
+        ("keys.ptr + b.to(gl.int64) * keys.stride_b +", "keys.ptr +"),
+    ),
+    "rows: delta of the next rows": (
+        "projection", 256, "Sequence|delta",
+        ("gl.store(numbers.delta_ptr + place + rows, delta, mask=here)",
+         "gl.store(numbers.delta_ptr + place + 64 + rows, delta, mask=here)"),
+    ),
+    "rows: second plane of LSE past its end": (
+        "key_gradients", 192, "slice 128",
+        ("planes_s.slice(ROWS + FIRST, T.N)", "planes_s.slice(2 * ROWS + FIRST, T.N)"),
+    ),
     "Q's place free while O leaves": (
         "consumer", 128, "before a store of it ends",
         ("(blocks == 1) & (tiles > 0), ALL, True)", "(blocks == 1) & (tiles > 0), ALL, False)"),
@@ -218,7 +246,8 @@ PLANTED = {
 def test_planted_faults_are_found(name: str) -> None:
     module, d, message, *edits = PLANTED[name]
     of_rows = name.startswith("rows: ")
-    kernel = {"consumer": "forward", "excess": "backward"}.get(module, module)
+    kernels = {"consumer": "forward", "excess": "backward", "projection": "query_gradient"}
+    kernel = kernels.get(module, module)
     dv = dict(SHAPES[kernel])[d]
     sources = Sources({module: edits})
     with pytest.raises((Fault, AssertionError), match=message):

@@ -134,13 +134,14 @@ first, count: query tiles that see it, of each of GROUP heads
 head, batch: the first of these heads, and the batch entry, as dropout counts them
 """
 
-KeyTraits = namedtuple("KeyTraits", "SLOTS N BAND PACKED SPARED")
+KeyTraits = namedtuple("KeyTraits", "SLOTS N BAND PACKED SPARED PLANES")
 """Of a kernel of dK and dV (`key_gradients`).
 
 SLOTS: of both rings
 N: queries of a product
 SPARED: nothing is started behind the last tile; else a product of what lies there, which nobody
     reads
+PLANES: LSE has two planes
 """
 
 QueryMemory = namedtuple("QueryMemory", "item q do k v")
@@ -153,17 +154,22 @@ k, v: [K_SLOTS * PARTS, BN, D / PARTS] and [V_SLOTS, BN, DV]
 
 QueryTraits = namedtuple(
     "QueryTraits",
-    "GROUP BN K_SLOTS V_SLOTS PARTS CAUSAL BAND PACKED MASKED DO_IN_REGISTERS TURNS",
+    "GROUP BN K_SLOTS V_SLOTS PARTS CAUSAL BAND PACKED MASKED DO_IN_REGISTERS TURNS PROJECT",
 )
 """Of a kernel of dQ (`query_gradient`), as `ForwardTraits`.
 
 CAUSAL: the longest items come first
 MASKED: a tile may need a mask
 TURNS: consumers issue dQ and scores in turn
+PROJECT: dQ and delta without what rows of dS sum to too much
 """
 
 QueryGradient = namedtuple("QueryGradient", "ptr stride_b stride_s stride_h scale")
 """dQ in memory; strides in elements; scale: of the scores."""
 
-RowNumbers = namedtuple("RowNumbers", "lse_ptr delta_ptr stride_b stride_h")
-"""LSE and delta of rows, float32 [B, H, sq] or [H, tq]."""
+RowNumbers = namedtuple("RowNumbers", "lse_ptr delta_ptr stride_b stride_h rest_ptr target_ptr")
+"""LSE and delta of rows, float32 [B, H, sq] or [H, tq]; under PROJECT LSE's second plane, and what
+rows of dS sum to where that is not 0."""
+
+KeyRows = namedtuple("KeyRows", "ptr stride_b stride_s stride_h")
+"""K in memory, under PROJECT; strides in elements."""

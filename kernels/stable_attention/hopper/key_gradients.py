@@ -2,7 +2,8 @@
 
 Shape legend: D head dim of q and k, DV of v. An item is 64 keys of a key/value head, a tile 64
 queries of one of its query heads; products are [64 keys, N queries], 64 or 32 of a tile's. shift
-and delta are [B * H * query tiles, 64] float32 (`rows`).
+and delta are [B * H * query tiles, 64] float32 (`rows`); under PLANES a tile's shifts are followed
+by the second plane of LSE.
 
 Registers hold dK and dV of 64 keys and no more, so two consumers of 4 warps share an item: the
 first makes P and adds to dV, the second makes dS and adds to dK. P passes from one to the other in
@@ -35,6 +36,7 @@ from stable_attention.hopper.barriers import (
 from stable_attention.hopper.producer import PAIR
 from stable_attention.hopper.softmax import fetched, product_layout, put_away, store_rows
 from stable_attention.hopper.tiles import (
+    ONE_PLANE,
     first_row_of,
     item_at,
     load_parts,
@@ -133,11 +135,19 @@ def _go_on(adding, x, ring, slot, zero, read, C: gl.constexpr, LAST: gl.constexp
 
 
 @gluon.jit
-def _weights(s, shift, unit, middle, end, place, p_s, items, BAND: gl.constexpr):
+def _weights(
+    s, shift, planes_s, unit, middle, end, place, p_s, items, FIRST: gl.constexpr, T: gl.constexpr
+):
     """P of scores [64, N], left for the other consumer as well. middle: the first query against the
     first key."""
-    p = gl.exp2(s * unit - gl.expand_dims(shift, 0))
-    if BAND:
+    x = s * unit - gl.expand_dims(shift, 0)
+    if T.PLANES:
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        if gl.max(planes_s.slice(ROWS, 1).load(one), 0) < ONE_PLANE:  # else one plane is enough
+            rest = planes_s.slice(ROWS + FIRST, T.N).load(shift.type.layout)
+            x = x - gl.expand_dims(rest, 0)
+    p = gl.exp2(x)
+    if T.BAND:
         to_right = middle + items.right
         to_left = middle - items.left
         if (gl.minimum(to_right, end) < ROWS - 1) | (to_left + s.shape[1] - 1 > 0):
@@ -162,6 +172,7 @@ def _consumer(
     B_PARTS: gl.constexpr = b.slots.shape[0] // T.SLOTS
     WIDTH: gl.constexpr = b.slots.shape[2]
     CHUNKS: gl.constexpr = ROWS // T.N
+    NUMBERS: gl.constexpr = 2 * ROWS if T.PLANES and W == 0 else ROWS
     dtype: gl.constexpr = a.slots.dtype
     S_L: gl.constexpr = product_layout(T.N)
     ACC_L: gl.constexpr = product_layout(WIDTH)
@@ -219,12 +230,13 @@ def _consumer(
                 following, following_parity = advance(slot, parity, T.SLOTS)
                 read = b.empty.index(slot)
                 for c in gl.static_range(CHUNKS):
-                    numbers = numbers_s.index(slot).reshape((ROWS,)).slice(c * T.N, T.N)
-                    numbers = numbers.load(columns)
+                    of_tile = numbers_s.index(slot).reshape((NUMBERS,))
+                    numbers = of_tile.slice(c * T.N, T.N).load(columns)
                     if W == 0:
                         p = _weights(
-                            made, numbers, factor, middle, end, p_place, p_s, items, T.BAND
-                        )
+                            made, numbers, of_tile, factor, middle, end, p_place, p_s, items,
+                            c * T.N, T,
+                        )  # fmt: skip
                         middle += T.N
                         operand = gl.convert_layout(p.to(dtype), P_L)
                     else:
@@ -379,7 +391,8 @@ def key_gradients_kernel(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     q_s = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, ROWS, COLUMNS], q_l)
     do_s = gl.allocate_shared_memory(dtype, [SLOTS, ROWS, DV], do_l)
-    shift_s = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, ROWS], shift_desc.layout)
+    PLANES: gl.constexpr = shift_desc.block_type.shape[-1] // ROWS
+    shift_s = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, PLANES * ROWS], shift_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, ROWS], delta_desc.layout)
     p_s = gl.allocate_shared_memory(gl.float32, [2, N // 2, 128], flat)
     own_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], dtype)
@@ -389,7 +402,7 @@ def key_gradients_kernel(
     q = bundles.Ring(q_s, new_barriers(1, SLOTS), new_barriers(2, SLOTS))
     do = bundles.Ring(do_s, new_barriers(1, SLOTS), new_barriers(2, SLOTS))
     fence_async_shared()
-    T: gl.constexpr = bundles.KeyTraits(SLOTS, N, BAND, PACKED, SPARED)
+    T: gl.constexpr = bundles.KeyTraits(SLOTS, N, BAND, PACKED, SPARED, PLANES > 1)
     items = bundles.Items(
         counter, places, sq, sk, left, right,
         query_tiles, key_tiles, head_block, all_heads, kv_heads,

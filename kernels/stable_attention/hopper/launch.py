@@ -28,7 +28,6 @@ from stable_attention.hopper.descriptors import (
     tiled,
 )
 from stable_attention.hopper.forward import forward_kernel
-from stable_attention.hopper.key_gradients import key_gradients_kernel
 from stable_attention.hopper.plan import (
     FAR,
     Plan,
@@ -40,7 +39,6 @@ from stable_attention.hopper.plan import (
     reach,
     units,
 )
-from stable_attention.hopper.query_gradient import query_kernel
 from stable_attention.hopper.rows import (
     MARKED,
     places_kernel,
@@ -50,7 +48,7 @@ from stable_attention.hopper.rows import (
 )
 from stable_attention.hopper.shapes import FORWARD, TILES, width
 from stable_attention.hopper.tiles import FIELDS, TILE
-from stable_attention.hopper.wide import key_arguments, query_arguments
+from stable_attention.hopper.wide import launch_keys, launch_queries
 from stable_attention.layouts import strides
 from stable_attention.problem import Extras, Problem
 from stable_attention.stabilizers import KNOWN
@@ -243,10 +241,19 @@ def _launch(
     tiles = plan.entries * problem.heads * plan.backward_tiles
     new = functools.partial(torch.empty, device=q.device)
     wide = problem.d > 128
+    project = bool(KNOWN[problem.stabilizer].projection)
+
+    def queries() -> None:
+        table = _places(plan, extras, q.device, backward=False)
+        launch_queries(plan, (q, k, v, dout, dq), numbers, table)
+
+    if wide and project:
+        queries()  # corrects the delta that dK is made with
     shift, padded = new((2, tiles, bm), dtype=torch.float32).unbind()
     excess = rank = weight = of_key = marks = None
-    if KNOWN[problem.stabilizer].projection:
+    if project:
         shift = new((tiles, 2 * bm), dtype=torch.float32)
+    if project and not wide:
         excess = new((tiles, bm), dtype=torch.float32)
         rank = new((tiles, bm), dtype=torch.int32)
         if kept is None:
@@ -265,21 +272,9 @@ def _launch(
         own=7,
     )
     if wide:
-        launch(
-            key_gradients_kernel,
-            (plan,),
-            (q, k, v, dout, dk, dv, shift, padded, counter, of_keys),
-            functools.partial(key_arguments, plan),
-            own=4,
-        )
-        counter, places = _places(plan, extras, q.device, backward=False)
-        launch(
-            query_kernel,
-            (plan,),
-            (q, k, v, dout, dq, lse, delta, counter, places),
-            functools.partial(query_arguments, plan),
-            own=2,
-        )
+        launch_keys(plan, (q, k, v, dout, dk, dv, shift, padded, counter, of_keys))
+        if not project:
+            queries()
         return
     sums = new((tiles * bm, problem.d), dtype=torch.float32)
     partial = None

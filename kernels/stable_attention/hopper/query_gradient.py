@@ -10,6 +10,9 @@ S, dP and the rounded dS, which is a left side.
 
 Blocks that a consumer's queries do not see, at the diagonal and at the edges of windows, it passes
 over. dQ is owned by one consumer and added up in the order of the blocks.
+
+Under PROJECT that consumer also has all of a row of dS, and takes out of dQ and delta what it sums
+to too much, as `triton.projection` does.
 """
 
 from triton.experimental import gluon
@@ -32,7 +35,17 @@ from stable_attention.hopper.barriers import (
 )
 from stable_attention.hopper.consumer import TURN, announced, operand, scores
 from stable_attention.hopper.producer import ALL, ITEM, ITEMS, SLOT_OF_K
-from stable_attention.hopper.softmax import hidden_outside, product_layout
+from stable_attention.hopper.projection import carriers, projected
+from stable_attention.hopper.softmax import (
+    LANES,
+    by_lane,
+    follow,
+    hidden_outside,
+    high_part,
+    pinned,
+    product_layout,
+    widened,
+)
 from stable_attention.hopper.tiles import (
     TILE,
     at_edge,
@@ -228,6 +241,16 @@ def _probabilities(s, shift, unit, right, left, end, past, BN: gl.constexpr, MAS
 
 
 @gluon.jit
+def _slopes(p, dp, delta, dtype: gl.constexpr, PROJECT: gl.constexpr):
+    """dS [64, BN] as it multiplies K."""
+    ds = p * (dp - gl.expand_dims(delta, 1))
+    if PROJECT:
+        return high_part(ds, dtype)
+    else:
+        return ds.to(dtype)
+
+
+@gluon.jit
 def _store(place, dq, stride_s, rows_left, COLUMN: gl.constexpr):
     """Rows of dQ [64, N], from column ``COLUMN`` on, of which so many are there."""
     like: gl.constexpr = dq.type.layout
@@ -238,7 +261,7 @@ def _store(place, dq, stride_s, rows_left, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(out, numbers, smem, items, unit, W: gl.constexpr, T: gl.constexpr):
+def _consumer(out, numbers, key_rows, smem, items, unit, W: gl.constexpr, T: gl.constexpr):
     q_s, do_s, k_s = smem.q.slots, smem.do.slots, smem.k.slots
     DQ: gl.constexpr = k_s.shape[2]
     S_L: gl.constexpr = product_layout(T.BN)
@@ -282,8 +305,10 @@ def _consumer(out, numbers, smem, items, unit, W: gl.constexpr, T: gl.constexpr)
         place = b.to(gl.int64) * numbers.stride_b + h.to(gl.int64) * numbers.stride_h + start
         lse = gl.load(numbers.lse_ptr + place + rows, mask=rows < queries, other=-float("inf"))
         delta = gl.load(numbers.delta_ptr + place + rows, mask=rows < queries, other=0.0)
-        # `numerics.lse_to_shift`
-        shift = gl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+        if T.PROJECT:  # `numerics.lse_planes_to_shift`
+            shift = gl.where(lse == -float("inf"), float("inf"), lse)
+        else:  # `numerics.lse_to_shift`
+            shift = gl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
         mbarrier.wait(smem.k.full.index(k), k_parity)
         s_made = scores(q_s.index(W * T.PARTS), q_s, W, k_s, k, zero_s, T.PARTS)
         mbarrier.wait(smem.do.full, tiles & 1)
@@ -292,8 +317,13 @@ def _consumer(out, numbers, smem, items, unit, W: gl.constexpr, T: gl.constexpr)
         s, dp_made = warpgroup_mma_wait(1, deps=(s_made, dp_made))
         arrive_if(BUFFER_OF_Q, blocks == 1, ALL, False)
         p = _probabilities(s, shift, unit, to_right, to_left, end, 0, T.BN, T.MASKED)
+        if T.PROJECT:
+            rank = follow(gl.zeros([64, 4], gl.int32, LANES), p, 0)
         dp, v, v_parity = _end_dp(dp_made, v, v_parity, smem, T)
-        ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), DS_L)
+        slopes = _slopes(p, dp, delta, dtype, T.PROJECT)
+        if T.PROJECT:
+            sums = by_lane(widened(slopes))
+        ds = gl.convert_layout(slopes, DS_L)
         dq = (zero_dq,) if T.PARTS == 1 else (zero_dq, zero_dq, zero_dq)
         for i in range(1, blocks):
             before = k
@@ -309,20 +339,34 @@ def _consumer(out, numbers, smem, items, unit, W: gl.constexpr, T: gl.constexpr)
                 arrive_named(TURN + 1 - W, "256")
             if not T.DO_IN_REGISTERS:
                 do = operand(do_s, w, 1, False, DO_L)
-            dp_begun = _start_dp(do, v, v_parity, zero_s, smem)
+            of_v = v
+            if T.PROJECT and T.V_SLOTS == 1:  # nor those of V, which has one place
+                of_v = v + w - W
+            dp_begun = _start_dp(do, of_v, v_parity, zero_s, smem)
             dq, s, dp = _await_keys(T.PARTS + 1, dq, s_begun, dp_begun, T.PARTS)
             arrive_named(SLOT_OF_K + before, ALL)
             s, dp = warpgroup_mma_wait(1, deps=(s, dp))
             arrive_if(BUFFER_OF_Q, i + 1 == blocks, ALL, False)
             p = _probabilities(s, shift, unit, to_right, to_left, end, i * T.BN, T.BN, T.MASKED)
+            if T.PROJECT:
+                rank = follow(rank, p, i)
             dp, v, v_parity = _end_dp(dp, v, v_parity, smem, T)
-            ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), DS_L)
+            slopes = _slopes(p, dp, delta, dtype, T.PROJECT)
+            if T.PROJECT:
+                sums = pinned(sums + by_lane(widened(slopes)))
+            ds = gl.convert_layout(slopes, DS_L)
         arrive_named(BUFFER_OF_Q + 1, ALL)
         if T.TURNS:
             sync_named(TURN + W, "256", 4)
         dq = _add_keys(dq, ds, k_s, k, blocks > 1, T.PARTS)
         if T.TURNS:
             arrive_named(TURN + 1 - W, "256")
+        if T.PROJECT:
+            DQ_ROWS: gl.constexpr = gl.SliceLayout(1, DQ_L)
+            weight, excess, key_ptr, found = carriers(
+                sums, rank, delta, own, rows, queries, place, tiles, numbers, key_rows,
+                smem, items, T, DQ_ROWS,
+            )  # fmt: skip
         if T.PARTS == 1:
             dq = (warpgroup_mma_wait(0, deps=(dq[0],)),)
         else:
@@ -336,7 +380,10 @@ def _consumer(out, numbers, smem, items, unit, W: gl.constexpr, T: gl.constexpr)
         rows_ptr = out.ptr + b.to(gl.int64) * out.stride_b + h.to(gl.int64) * out.stride_h
         rows_ptr += (start + row).to(gl.int64) * out.stride_s
         for part in gl.static_range(T.PARTS):
-            y = (dq[part] * out.scale).to(dtype)
+            x = dq[part]
+            if T.PROJECT:
+                x = projected(x, weight, excess, key_ptr, found, part * DQ)
+            y = (x * out.scale).to(dtype)
             _store(rows_ptr, y, out.stride_s, queries - row, part * DQ)
         tiles += 1
         mbarrier.wait(smem.q.full, tiles & 1)
@@ -346,18 +393,19 @@ def _consumer(out, numbers, smem, items, unit, W: gl.constexpr, T: gl.constexpr)
 @gluon.jit(
     do_not_specialize=[
         "sq", "sk", "left", "right", "query_tiles", "key_blocks", "head_block", "all_heads",
-        "heads", "stride_lb", "stride_lh",
+        "heads", "stride_lb", "stride_lh", "plane",
     ]
 )  # fmt: skip
 def query_kernel(
-    q_desc, do_desc, k_desc, v_desc, dq_ptr, lse_ptr, delta_ptr, counter, places,
+    q_desc, do_desc, k_desc, v_desc, dq_ptr, lse_ptr, delta_ptr, target_ptr, key_ptr,
+    counter, places,
     stride_qb, stride_qh, stride_gb, stride_gh, stride_kb, stride_kh, stride_vb, stride_vh,
-    stride_dqb, stride_dqs, stride_dqh, stride_lb, stride_lh,
+    stride_dqb, stride_dqs, stride_dqh, stride_ks, stride_lb, stride_lh, plane,
     sq, sk, left, right, query_tiles, key_blocks, head_block, all_heads, heads, unit, scale,
     D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, BN: gl.constexpr,
     K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
     PACKED: gl.constexpr, MASKED: gl.constexpr, DO_IN_REGISTERS: gl.constexpr,
-    TURNS: gl.constexpr,
+    TURNS: gl.constexpr, PROJECT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     # A ragged descriptor's tile has two dimensions more.
@@ -385,7 +433,7 @@ def query_kernel(
     fence_async_shared()
     T: gl.constexpr = bundles.QueryTraits(
         GROUP, BN, K_SLOTS, V_SLOTS, PARTS, CAUSAL, BAND, PACKED, MASKED,
-        DO_IN_REGISTERS, TURNS,
+        DO_IN_REGISTERS, TURNS, PROJECT,
     )  # fmt: skip
     smem = bundles.QueryMemory(
         item_s, bundles.Ring(q_s, q_full), bundles.Ring(do_s, do_full),
@@ -402,12 +450,16 @@ def query_kernel(
         bundles.Tiled(do_desc, stride_gb, stride_gh),
     )
     out = bundles.QueryGradient(dq_ptr, stride_dqb, stride_dqs, stride_dqh, scale)
-    numbers = bundles.RowNumbers(lse_ptr, delta_ptr, stride_lb, stride_lh)
+    rest_ptr = None
+    if PROJECT:
+        rest_ptr = lse_ptr + plane.to(gl.int64)
+    numbers = bundles.RowNumbers(lse_ptr, delta_ptr, stride_lb, stride_lh, rest_ptr, target_ptr)
+    key_rows = bundles.KeyRows(key_ptr, stride_kb, stride_ks, stride_kh)
     # Tuples are written where they are used, with literal functions: Gluon takes no other.
     gl.warp_specialize(
         [
-            (_consumer, (out, numbers, smem, items, unit, 0, T)),
-            (_consumer, (out, numbers, smem, items, unit, 1, T)),
+            (_consumer, (out, numbers, key_rows, smem, items, unit, 0, T)),
+            (_consumer, (out, numbers, key_rows, smem, items, unit, 1, T)),
             (_producer, (inputs, smem, items, T)),
         ],
         [4, 1],

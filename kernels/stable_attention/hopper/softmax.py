@@ -30,6 +30,8 @@ LANES = gl.constexpr(
 """[64, 4]: one number a lane of each of its rows."""
 
 
+PLACES = gl.constexpr(21)
+"""Bits of `follow` that say where: 17 are a block's, of up to 2^23 keys."""
 NOTHING = gl.constexpr(-3.0e38)
 """The largest score, in log2 units, of a row that has seen no key: -inf - -inf would be NaN."""
 
@@ -59,7 +61,49 @@ def by_lane(p):
 
 
 @gluon.jit
-def _pinned(x):
+def widened(x):
+    """16-bit x of a product [64, N] as float32; opaque, as `high_part` is."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=&r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+            "=&r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@gluon.jit
+def follow(rank, p, number):
+    """rank [64, 4] in `LANES`, 0 before the first block, after the P [64, 64] of a block.
+
+    One integer maximum finds a row's largest P and where that is. The upper 10 bits are those of P
+    below its sign and its first exponent bit: P is 1 at most. Below them are the block's number and
+    the place among the lane's 16 columns. P that agree to an eighth count as equal.
+    """
+    bits = _pairs(p.to(gl.int32, bitcast=True))
+    like: gl.constexpr = bits.type.layout
+    place = _columns(p.shape[1], like)
+    bits = (bits & -16) | (place >> 2) | (place & 1)
+    top = gl.convert_layout(gl.max(gl.max(bits, 3), 1), LANES, assert_trivial=True)
+    new = ((top << 1) & -(1 << PLACES)) | (top & 15) | (number << 4)
+    return pinned(gl.maximum(rank, new))
+
+
+@gluon.jit
+def largest_key(rank):
+    """(block of a row's largest P [64], its column there, whether there is one)."""
+    top = gl.max(rank, 1)
+    lanes = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LANES)), 0)
+    lane = gl.max(gl.where(rank == gl.expand_dims(top, 1), lanes, 0), 1)
+    column = (top & 14) * 4 + 2 * lane + (top & 1)
+    return (top & ((1 << PLACES) - 1)) >> 4, column, top >= (1 << PLACES)
+
+
+@gluon.jit
+def pinned(x):
     """32-bit x, computed where this stands: LLVM does not move an assembler statement."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
@@ -83,7 +127,7 @@ def _lane_limits(last, PER_ROW: gl.constexpr, LAYOUT: gl.constexpr):
     rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LANES)), 1)
     limit = limit + (rows if PER_ROW else rows * 0)
     limit = gl.convert_layout(
-        _pinned(limit), gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)), assert_trivial=True
+        pinned(limit), gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)), assert_trivial=True
     )
     return gl.expand_dims(gl.expand_dims(limit, 1), 3)
 
@@ -316,18 +360,22 @@ __all__ = [
     "add_weighted",
     "by_lane",
     "fetched",
+    "follow",
     "halves",
     "hidden_after",
     "hidden_outside",
     "high_part",
     "join_total",
+    "largest_key",
     "log_sum_exp_planes",
     "low_part",
     "opaque_zeros",
+    "pinned",
     "product_layout",
     "put_away",
     "softened",
     "split",
     "store_rows",
     "whole",
+    "widened",
 ]

@@ -7,16 +7,19 @@ Shape legend: as in `forward`.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 import triton
 
 from stable_attention.hopper.descriptors import of_rows, processors, steps, tiled
+from stable_attention.hopper.key_gradients import key_gradients_kernel
 from stable_attention.hopper.plan import FAR, Plan, divisor, head_block, mask, reach, units
+from stable_attention.hopper.query_gradient import query_kernel
 from stable_attention.hopper.shapes import FORWARD, TILES
 from stable_attention.layouts import strides
-from stable_attention.triton.launches import Arguments
+from stable_attention.triton.launches import Arguments, Tensors, launch
 
 
 class KeyTile(NamedTuple):
@@ -54,6 +57,28 @@ BLOCK = 64
 """Keys of a block of it."""
 L2_BYTES = {True: 32 * 2**20, False: 8 * 2**20}
 """Causal or not -> bytes of K and V that a group of query heads may have."""
+
+
+def launch_keys(plan: Plan, tensors: Tensors) -> None:
+    """tensors: of `key_arguments`."""
+    launch(
+        key_gradients_kernel, (plan,), tensors, functools.partial(key_arguments, plan), own=4
+    )  # fmt: skip
+
+
+def launch_queries(plan: Plan, tensors: Tensors, numbers: Tensors, table: Tensors) -> None:
+    """tensors: q, k, v, dO and dQ; numbers: LSE, delta and target of `launch`; table: counter of
+    items, and places.
+
+    Of a projecting stabilizer delta is corrected in place, as `triton.backward.backward` does.
+    """
+    launch(
+        query_kernel,
+        (plan,),
+        (*tensors, *numbers, *table),
+        functools.partial(query_arguments, plan),
+        own=2,
+    )
 
 
 def key_arguments(
@@ -102,6 +127,7 @@ def query_arguments(
     dq: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
+    target: torch.Tensor | None,
     counter: torch.Tensor,
     places: torch.Tensor | None,
 ) -> Arguments:
@@ -111,12 +137,16 @@ def query_arguments(
     bounds, masked = mask(problem, square=False)
     limited = reach(problem)[1] != FAR
     heads = plan.entries * problem.heads
+    project = problem.planes > 1
+    plane, *rows = lse.stride() if project else (None, *lse.stride())
     positional = (
         tiled(q, layout, 64, tile.columns), tiled(dout, layout, 64),
         tiled(k, layout, BLOCK, tile.columns), tiled(v, layout, BLOCK),
-        dq, lse, delta, counter, places,
+        dq, lse, delta, target, k if project else None, counter, places,
         *(s for x in (q, dout, k, v) for s in steps(x, layout)), *strides(dq, layout),
-        *((0, lse.stride(0)) if problem.varlen else (lse.stride(0), lse.stride(1))),
+        # None is no argument of a compiled kernel: calls without keep their code.
+        strides(k, layout)[1] if project else None,
+        *((0, rows[0]) if problem.varlen else rows[:2]), plane,
         problem.sq, problem.sk, *bounds, query_tiles, triton.cdiv(problem.sk, BLOCK),
         divisor(heads, L2_BYTES[limited] // max(1, 2 * (d + dv) * problem.sk)), heads,
         problem.heads, units(problem)[0], problem.scale,
@@ -127,11 +157,18 @@ def query_arguments(
         # The longest items first.
         "CAUSAL": limited, "BAND": masked["BAND"], "PACKED": masked["PACKED"],
         "MASKED": masked["BAND"] or problem.sk % BLOCK != 0,
-        "DO_IN_REGISTERS": tile.do_in_registers, "TURNS": tile.turns,
+        "DO_IN_REGISTERS": tile.do_in_registers, "TURNS": tile.turns, "PROJECT": project,
         # A consumer gets 240 of them: what the kernel starts with leaves these to it.
         "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
     return (min(heads * query_tiles, processors(q.device)),), positional, named
 
 
-__all__ = ["KEY_TILES", "QUERY_TILES", "key_arguments", "query_arguments"]
+__all__ = [
+    "KEY_TILES",
+    "QUERY_TILES",
+    "key_arguments",
+    "launch_keys",
+    "launch_queries",
+    "query_arguments",
+]
