@@ -71,7 +71,9 @@ def carrier(dout: torch.Tensor, delta: torch.Tensor, *, layout: str = "bshd") ->
         return Carrier(out, lacking.any())
     dout = readable(dout, layout)
     out = torch.empty_like(dout)
-    ends = on_device(launch_carrier)(dout, delta.contiguous(), layout=layout, into=out)
+    ends = on_device(launch_carrier)(
+        dout, delta.resolve_neg().contiguous(), layout=layout, into=out
+    )
     return Carrier(out, ends[0, 1] > 0)
 
 
@@ -188,7 +190,7 @@ def cured(
         _check_unchanged(read)
         dout, out = grads.pop(), place[0]
         like = out.dtype  # as autocast did
-        rows = dout.reshape(*q.shape[:-1], v.shape[-1])
+        rows = dout.resolve_neg().reshape(*q.shape[:-1], v.shape[-1])
         found = cure(q.to(like), k.to(like), v.to(like), rows, layout=layout, **mask).out
         # As O lies in memory, whatever view of it was returned.
         stand_in = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

@@ -161,6 +161,10 @@ def _check_like(name: str, x: object, size: tuple[int, ...], like: torch.Tensor)
     if not isinstance(x, torch.Tensor) or x.shape != size or x.device != like.device:
         allowed = f"a tensor of shape {tuple(size)} on {like.device}"
         raise AttentionArgumentError(name, show(x), allowed, "Pass what belongs to the same chunk.")
+    # What autograd hands over may be such a view, and is read as its values.
+    if name not in ("dout", "dlse", "sinks") and x.is_neg():
+        remedy = f"Pass {name}.resolve_neg()."
+        raise AttentionArgumentError(name, "a negative view", "values as memory has them", remedy)
 
 
 def _check_rows(name: str, x: torch.Tensor, layout: str, like: torch.Tensor) -> None:
@@ -216,7 +220,8 @@ def finish_chunks(
     _check_partial(out, lse, layout)
     _check_sinks(sinks, layout, out)
     low_dtype = LOW_DTYPES[residual] if KNOWN[stabilizer].keeps_residual else None
-    sinks = None if sinks is None else sinks.contiguous()
+    if sinks is not None:
+        sinks = sinks.resolve_neg().contiguous()
     return merge.finish(out, lse, sinks, layout=layout, dtype=dtype, low_dtype=low_dtype)
 
 
@@ -278,8 +283,8 @@ def chunk_delta(
         out,
         low=low,
         lse=lse3.contiguous(),
-        dlse=None if dlse is None else dlse.contiguous(),
-        extras=Extras(sinks=None if sinks is None else sinks.contiguous()),
+        dlse=None if dlse is None else dlse.resolve_neg().contiguous(),
+        extras=Extras(sinks=None if sinks is None else sinks.resolve_neg().contiguous()),
     )
     return (delta[0] if layout == "thd" else delta), dsinks
 

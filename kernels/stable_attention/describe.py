@@ -460,7 +460,7 @@ def _sink_logits(sinks: torch.Tensor | str, heads: int, device: torch.device) ->
     )
     if isinstance(sinks, str):
         return torch.zeros(heads, dtype=torch.float32, device=device)
-    return sinks.contiguous()
+    return sinks.resolve_neg().contiguous()
 
 
 def check_seed(seed: object) -> int:

@@ -107,6 +107,7 @@ def _turn(
     scale: float,
     backward: bool,
 ) -> torch.Tensor:
+    x = x.resolve_neg()
     if x.stride(-1) != 1:
         x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -192,7 +193,8 @@ def rotary(
     if interleaved and regroup:
         raise ValueError("regroup writes halves, interleaved writes pairs: choose one")
     form = (interleaved or regroup, interleaved)
-    result: torch.Tensor = _Rotary.apply(x, angles.contiguous(), positions, form, scale)
+    angles = angles.resolve_neg().contiguous()
+    result: torch.Tensor = _Rotary.apply(x, angles, positions, form, scale)
     return result
 
 

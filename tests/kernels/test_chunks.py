@@ -180,6 +180,9 @@ def wrong_calls() -> dict[str, tuple[str, dict]]:
         "dropout_seed is 1.5": ("forward", {"dropout_p": 0.1, "dropout_seed": 1.5}),
         "batch_offset is -1": ("forward", {"batch_offset": -1}),
         "beta is 'x'": ("forward", {"beta": "x"}),
+        "part_lse is a negative": ("merge", {"part_lse": torch._neg_view(rows)}),
+        "lse is a negative view": ("backward", {"lse": torch._neg_view(rows)}),
+        "dq is a negative view": ("backward", {"dq": torch._neg_view(f32)}),
         "layout is 'x'": ("project", {"layout": "x"}),
         "rows is None": ("project", {"rows": None}),
         "lse is a torch.float32 tensor of shape (1, 4, 1)": ("project", {"lse": rows[..., :1]}),
@@ -213,3 +216,20 @@ def test_tensors_that_do_not_belong_together_are_refused(text: str) -> None:
     with pytest.raises(AttentionArgumentError) as caught:
         function(**right[name] | changes)
     assert str(caught.value).startswith(text) and "; allowed: " in str(caught.value)
+
+
+def test_gradients_and_sinks_that_are_views_which_negate() -> None:
+    from stable_attention.chunks import chunk_delta, chunk_forward, finish_chunks
+
+    q, k, v, dout = (torch.randn(1, 24, 2, 16, device=DEVICE).bfloat16() for _ in range(4))
+    sinks = torch.tensor([2.0, -1.0], device=DEVICE)
+    dlse = torch.randn(1, 2, 24, device=DEVICE)
+    found = []
+    for negative in (torch.neg, torch._neg_view):
+        out, lse = chunk_forward(q, k, v)
+        given = {"sinks": negative(sinks)}
+        out, low = finish_chunks(out, lse, dtype=q.dtype, **given)
+        given |= {"dlse": negative(dlse), "low": low}
+        found.append((lse, *chunk_delta(negative(dout), out, lse, **given)))
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)

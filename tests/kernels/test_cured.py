@@ -251,3 +251,12 @@ def test_rows_that_see_no_key_carry_nothing(kernels: bool, monkeypatch: pytest.M
     found, lacking = stable_attention.cure(q, k[:, :8], v[:, :8], dout, causal=True)
     assert not lacking
     assert not found[:, :4].any() and found[:, 4:].any(-1).all()
+
+
+def test_gradients_that_are_views_which_negate() -> None:
+    inputs, dout = list(torch.randn(3, 1, 2, 24, 16).bfloat16()), torch.randn(1, 2, 24, 16)
+    dout = dout.bfloat16()
+    assert torch.equal(_dq(_cured, inputs, torch._neg_view(dout)), _dq(_cured, inputs, -dout))
+    delta = torch.randn(1, 2, 24)
+    got, want = (carrier(dout, x, layout="bhsd").out for x in (torch._neg_view(delta), -delta))
+    assert torch.equal(got, want)

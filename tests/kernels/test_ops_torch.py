@@ -205,6 +205,9 @@ def test_gradients_that_are_views_which_negate():
     h = torch.randn_like(lse)
     views = torch.autograd.grad((out, lse), q, (torch._neg_view(g), torch._neg_view(h)), True)
     assert torch.equal(views[0], torch.autograd.grad((out, lse), q, (-g, -h))[0])
+    sinks = torch.tensor([2.0, -1.0])
+    got, want = (stable_attention(q, k, v, sinks=x) for x in (torch._neg_view(sinks), -sinks))
+    assert torch.equal(got, want)
 
 
 def test_batch_and_head_offsets_shift_the_dropout_mask():

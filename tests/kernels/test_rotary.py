@@ -115,3 +115,15 @@ def test_arguments_are_refused_with_their_values(change, text):
     given = {"x": torch.zeros(2, 1, 1, 4), "angles": torch.zeros(2, 4)} | change
     with pytest.raises(ValueError, match=text):
         rotary(**given)
+
+
+def test_views_that_negate():
+    """As the imaginary part of conjugate angles is; memory has the opposite sign."""
+    x, dout, other = (torch.randn(5, 1, 2, 8, device=DEVICE) for _ in range(3))
+    angles = torch.complex(other[:, 0, 0], torch.randn(5, 8, device=DEVICE)).conj().imag
+    assert angles.is_neg() and torch.equal(rotary(x, angles), rotary(x, angles.resolve_neg()))
+    plain = torch._neg_view(-angles.contiguous())
+    assert torch.equal(rotary(torch._neg_view(x), plain), -rotary(x, angles))
+    out = rotary(x.requires_grad_(), angles)
+    got, want = (torch.autograd.grad(out, x, g, True)[0] for g in (torch._neg_view(dout), -dout))
+    assert torch.equal(got, want)
