@@ -204,15 +204,36 @@ def remembered(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+class _Twice(torch.autograd.Function):
+    """The first of the arguments as they are; their derivatives by the others are refused."""
+
+    @staticmethod
+    def forward(_ctx: Any, count: int, *tensors: torch.Tensor | None) -> Any:
+        return tuple(None if x is None else x.data for x in tensors[:count])
+
+    @staticmethod
+    def backward(_ctx: Any, *_: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "trying to differentiate twice a function that is differentiable once: use another "
+            "attention for second derivatives (create_graph=True)"
+        )
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's decorator, but second derivatives raise where dO itself needs no gradient, too."""
-    once = torch.autograd.function.once_differentiable(backward)
+    """torch's decorator, but whatever derivative of a gradient is asked for, it raises.
+
+    torch's cuts gradients off from dO and from what was saved, so that ``autograd.grad`` of a loss
+    with gradients in it leaves their part out and says nothing.
+    """
 
     @functools.wraps(backward)
     def call(ctx: Any, *grads: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            grads = tuple(x.detach().requires_grad_() for x in grads)
-        return once(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        found = found if isinstance(found, tuple) else (found,)
+        return _Twice.apply(len(found), *found, *grads, *ctx.saved_tensors)
 
     return call
 

@@ -160,3 +160,13 @@ def test_projection_holds_where_keys_tie() -> None:
     without = dataclasses.replace(DEFAULT, projection=False)
     assert errors(tensors, without, causal=True)["dQ"] > 10
     assert errors(tensors, DEFAULT, causal=True)["dQ"] < 0.3
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_second_derivatives_are_refused(name: str) -> None:
+    """Also of what is not kept; they were left out of a sum without a word."""
+    given = {x: torch.randn(1, 70, 2, 64).bfloat16().requires_grad_() for x in "qkv"}
+    x = given[name]
+    (dx,) = torch.autograd.grad(launch.int8_attention(**given).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(dx.square().sum() + x.sum(), x)

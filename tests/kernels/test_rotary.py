@@ -127,3 +127,14 @@ def test_views_that_negate():
     out = rotary(x.requires_grad_(), angles)
     got, want = (torch.autograd.grad(out, x, g, True)[0] for g in (torch._neg_view(dout), -dout))
     assert torch.equal(got, want)
+
+
+def test_second_derivatives_are_refused_where_there_are_any():
+    """Asked for by their inputs alone, they were left out of a sum without a word."""
+    x = torch.randn(5, 1, 2, 8, device=DEVICE, requires_grad=True)
+    out = rotary(x, angles_of(5, 8, interleaved=False))
+    (linear,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    assert not linear.requires_grad
+    (dx,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(dx.square().sum() + x.sum(), x)

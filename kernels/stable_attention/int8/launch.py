@@ -219,10 +219,10 @@ class _Attention(torch.autograd.Function):
     """Differentiable once."""
 
     @staticmethod
-    def forward(ctx, q, k, v, problem, extras, settings):
+    def forward(ctx, q, k, v, problem, extras, settings, *ends):
         kept = forward(q, k, v, problem, extras, settings)
         small = extras.pointers()[:4]
-        ctx.save_for_backward(v, *kept.q, *kept.k, kept.out, kept.lse, *small)
+        ctx.save_for_backward(v, *kept.q, *kept.k, kept.out, kept.lse, *small, *ends)
         ctx.problem, ctx.settings = problem, settings
         return kept.out
 
@@ -231,11 +231,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout):
         v, *rest = ctx.saved_tensors
         kept = Kept(Codes(*rest[:3]), Codes(*rest[3:6]), rest[6], rest[7])
-        cu_q, cu_k, start_q, start_k = rest[8:]
+        cu_q, cu_k, start_q, start_k = rest[8:12]
         extras = Extras(cu_q=cu_q, cu_k=cu_k, start_q=start_q, start_k=start_k)
         dout = readable(dout, ctx.problem.layout)
         grads = backward(dout, v, kept, ctx.problem, extras, ctx.settings)
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None, None)
 
 
 def attend(
@@ -267,7 +267,10 @@ def attend(
     ok = problem.d in HEAD_DIMS and problem.dv == problem.d
     require(ok, "head dims", dims, f"{HEAD_DIMS}, the same for q, k and v", _OTHER)
     check_device(q)
-    out = _Attention.apply(q, k, v, problem, extras, settings)
+    # Codes are kept, not q and k: without an end of each in the graph, a second derivative by them
+    # would leave this call out and not raise.
+    ends = [x[:0].clone() if x.requires_grad else None for x in (q, k)]
+    out = _Attention.apply(q, k, v, problem, extras, settings, *ends)
     assert isinstance(out, torch.Tensor)
     return out
 
