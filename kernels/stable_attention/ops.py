@@ -304,6 +304,9 @@ def _gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """(dQ, dK, dV, dSinks) of a call that was saved in ``ctx``."""
     out, lse, low, q, k, v, *small = ctx.saved_tensors
+    if not (out.is_contiguous() and lse.is_contiguous() and low.is_contiguous()):
+        # They were made so: hooks of saved tensors have laid them, and q, k and v, out anew.
+        out, lse, low, q, k, v = (x.contiguous() for x in (out, lse, low, q, k, v))
     if dlse is not None:
         # An LSE that nobody asked for is (0,), and so is its gradient: no rows to read.
         dlse = dlse.resolve_neg().contiguous() if dlse.dim() > 1 else None

@@ -210,6 +210,26 @@ def test_gradients_that_are_views_which_negate():
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("last", [1, -1])
+@pytest.mark.parametrize("stabilizer", ["compensated", "compensated_projected"])
+def test_hooks_may_lay_saved_tensors_out_anew(last, stabilizer):
+    """O, its LSE and low-order part were read, or the gradients written, past their ends."""
+    qkv = [randn(2, 24, 2, 16) for _ in range(3)]
+
+    def swapped(x):
+        return x.transpose(0, last) if x.dim() > 1 else x
+
+    found = []
+    for pack in (lambda x: x, lambda x: swapped(x).contiguous()):
+        unpack = swapped if found else pack
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            out, lse = stable_attention(*qkv, stabilizer=stabilizer, return_lse=True)
+        loss = out.float().square().sum() + lse.square().sum()
+        found.append((out, *torch.autograd.grad(loss, qkv)))
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_batch_and_head_offsets_shift_the_dropout_mask():
     """A data- or tensor-parallel rank draws the mask its batch and heads have globally."""
     q, k, v = (randn(2, 40, 4, 16, grad=False) for _ in range(3))
