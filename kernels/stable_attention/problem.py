@@ -97,6 +97,9 @@ def number(name: str, value: object, allowed: str, remedy: str) -> float:
     """``value`` as a float; numbers of other libraries count, text does not."""
     if isinstance(value, _FLOATS):
         return value  # type: ignore[return-value]
+    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+        learned = "It would get none: pass its .item(). For a learned scale multiply q by it."
+        raise AttentionArgumentError(name, f"{show(value)} that wants a gradient", allowed, learned)
     # float() reads text.
     if isinstance(value, int) or hasattr(value, "__float__"):
         try:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from stable_attention import numerics  # noqa: F401  (exact BF16 under the interpreter)
-from stable_attention.problem import once_differentiable
+from stable_attention.problem import number, once_differentiable
 from stable_attention.triton.launches import launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -190,9 +190,12 @@ def rotary(
             f"rotary takes contiguous int32 positions, one for each of {x.shape[0]} tokens, not "
             f"{positions.dtype} of shape {tuple(positions.shape)} and strides {positions.stride()}"
         )
+    if angles.requires_grad and torch.is_grad_enabled():
+        raise ValueError("rotary has no gradient for angles, and these want one: detach them")
     if interleaved and regroup:
         raise ValueError("regroup writes halves, interleaved writes pairs: choose one")
     form = (interleaved or regroup, interleaved)
+    scale = number("scale", scale, "a number", "It multiplies cosine and sine.")
     angles = angles.resolve_neg().contiguous()
     result: torch.Tensor = _Rotary.apply(x, angles, positions, form, scale)
     return result

@@ -69,6 +69,9 @@ BAD = {
     "scale too large": (qkv(), {"scale": 2.0**127 * 1.01}, "scale is"),
     "ratio too small": (qkv(), {"scale": 2.0**-120, "softcap": 1e5}, "scale / softcap is"),
     "ratio too large": (qkv(), {"scale": 2.0**100, "softcap": 2.0**-100}, "scale / softcap is"),
+    # They were constants: a learned scale stayed what it was.
+    "learned scale": (qkv(), {"scale": torch.ones((), requires_grad=True)}, "wants a gradient"),
+    "learned softcap": (qkv(), {"softcap": torch.ones(1, requires_grad=True)}, "wants a gradient"),
 }  # fmt: skip
 THD = PACKED | {"layout": "thd", "cu_seqlens_q": CU, "cu_seqlens_k": CU}
 RAGGED = torch.nested.nested_tensor([zeros(3, 2, 16), zeros(5, 2, 16)], layout=torch.jagged)
@@ -156,6 +159,10 @@ def test_numbers_of_other_libraries_count():
     options = {"causal": np.True_, "scale": np.float32(0.5), "softcap": torch.tensor(2.0)}
     options |= {"batch_offset": np.int32(0), "beta": 2, "deterministic": 1, "dropout_p": 0}
     assert torch.equal(stable_attention(**THD, **lengths, **options), want)
+    with torch.no_grad():  # nothing is lost of a learned one
+        learned = torch.nn.Parameter(torch.tensor(0.5))
+        options["scale"] = learned
+        assert torch.equal(stable_attention(**THD, **lengths, **options), want)
 
 
 @pytest.mark.parametrize("name", BAD)

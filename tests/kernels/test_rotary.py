@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,6 +108,9 @@ def test_packed_tokens_count_from_the_start_of_their_sequence(cp_size):
     ({"angles": torch.zeros(1, 4)}, "1 rows of angles for 2 tokens"),
     ({"interleaved": True, "regroup": True}, "choose one"),
     ({"angles": torch.zeros(2, 4, device="meta")}, "angles is on meta"),
+    ({"angles": torch.zeros(2, 4, requires_grad=True)}, "no gradient for angles"),
+    ({"scale": torch.ones((), requires_grad=True)}, "scale is .* wants a gradient"),
+    ({"scale": "x"}, "scale is 'x'"),
     ({"positions": torch.zeros(1, dtype=torch.int32)}, "one for each of 2 tokens"),
     ({"positions": torch.zeros(2)}, "int32 positions"),
     ({"positions": torch.zeros(4, dtype=torch.int32)[::2]}, "contiguous int32"),
@@ -127,6 +131,13 @@ def test_views_that_negate():
     out = rotary(x.requires_grad_(), angles)
     got, want = (torch.autograd.grad(out, x, g, True)[0] for g in (torch._neg_view(dout), -dout))
     assert torch.equal(got, want)
+
+
+def test_scales_of_other_libraries_count():
+    x, angles = torch.randn(5, 1, 2, 8, device=DEVICE), angles_of(5, 8, interleaved=False)
+    want = rotary(x, angles, scale=2.0)
+    for scale in (2, np.float32(2), torch.tensor(2.0, device=DEVICE)):
+        assert torch.equal(rotary(x, angles, scale=scale), want)
 
 
 def test_second_derivatives_are_refused_where_there_are_any():
