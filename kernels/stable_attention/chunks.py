@@ -16,7 +16,8 @@ A projecting stabilizer keeps the row sums of dS beside dq: ``rows = projected_r
 
 Everything between the chunks is float32: partial O, LSE, and the accumulators dq, dk, dv. LSE is
 that of *all* keys (and the sinks) once the last part is merged, and the backward of every chunk
-uses that one. dq, dk, dv, out, lse and delta may be views (halves of a longer buffer).
+uses that one. dq, dk, dv, out, lse and delta may be views (halves of a longer buffer). Autograd is
+told what changes in place, and no more: gradients come from `chunk_backward` alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.graph import increment_version
 
 from stable_attention import dispatch
 from stable_attention.api import check_device
@@ -154,6 +156,7 @@ def merge_chunks(
     _check_partial(part, part_lse, layout, name="part")
     _check_like("part", part, tuple(out.shape), out)
     merge.merge(out, lse, part, part_lse, layout=layout)
+    increment_version((out, lse))
 
 
 def _check_like(name: str, x: object, size: tuple[int, ...], like: torch.Tensor) -> None:
@@ -222,7 +225,10 @@ def finish_chunks(
     low_dtype = LOW_DTYPES[residual] if KNOWN[stabilizer].keeps_residual else None
     if sinks is not None:
         sinks = sinks.resolve_neg().contiguous()
-    return merge.finish(out, lse, sinks, layout=layout, dtype=dtype, low_dtype=low_dtype)
+    found = merge.finish(out, lse, sinks, layout=layout, dtype=dtype, low_dtype=low_dtype)
+    if sinks is not None:
+        increment_version(lse)
+    return found
 
 
 @dispatch.on_device
@@ -345,6 +351,7 @@ def chunk_backward(
         accumulators=(dq, dk, dv),
         **({} if kept is None else {"kept": kept}),
     )
+    increment_version((dq, dk, dv, *(kept or ())))
 
 
 def _kept(

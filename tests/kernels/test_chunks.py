@@ -233,3 +233,23 @@ def test_gradients_and_sinks_that_are_views_which_negate() -> None:
         found.append((lse, *chunk_delta(negative(dout), out, lse, **given)))
     for got, want in zip(*found, strict=True):
         assert torch.equal(got, want)
+
+
+def test_autograd_knows_what_was_changed_in_place() -> None:
+    """A loss of a partial, whose gradient was that of the merged one without a word."""
+    from stable_attention.chunks import chunk_backward, chunk_forward, finish_chunks, merge_chunks
+
+    q, k, v = (torch.randn(1, 24, 2, 16, device=DEVICE).bfloat16() for _ in range(3))
+    weight = torch.ones(1, 24, 2, 16, device=DEVICE, requires_grad=True)
+    out, lse = chunk_forward(q, k, v)
+    loss = (out * weight).sum()
+    merge_chunks(out, lse, *chunk_forward(q, k, v))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    known = lse._version
+    finish_chunks(out, lse, dtype=q.dtype)
+    assert lse._version == known
+    finish_chunks(out, lse, dtype=q.dtype, sinks=torch.zeros(2, device=DEVICE))
+    grads = {name: torch.zeros(1, 24, 2, 16, device=DEVICE) for name in ("dq", "dk", "dv")}
+    chunk_backward(q, q, k, v, lse, torch.zeros_like(lse), **grads)
+    assert lse._version > known and all(x._version for x in grads.values())
