@@ -199,7 +199,7 @@ def cured(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         out = attention(q, k, v)
-    if not out.requires_grad:
+    if not (out.requires_grad and out.numel()):
         return out
     allowed = "torch.bfloat16 or torch.float16"
     require(out.dtype in DTYPES, "O's dtype", out.dtype, allowed, "float32 needs no carrier.")

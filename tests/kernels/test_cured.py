@@ -260,3 +260,10 @@ def test_gradients_that_are_views_which_negate() -> None:
     delta = torch.randn(1, 2, 24)
     got, want = (carrier(dout, x, layout="bhsd").out for x in (torch._neg_view(delta), -delta))
     assert torch.equal(got, want)
+
+
+def test_nothing_to_attend() -> None:
+    """A batch of none: it was said to save no output."""
+    q, k, v = (torch.zeros(0, 2, 24, 16).bfloat16().requires_grad_() for _ in range(3))
+    gradients = torch.autograd.grad(_cured(q, k, v).sum(), (q, k, v))
+    assert [x.shape for x in gradients] == [q.shape] * 3
