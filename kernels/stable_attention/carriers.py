@@ -25,7 +25,7 @@ from stable_attention.chunks import chunk_delta
 from stable_attention.describe import DTYPES, check_rank
 from stable_attention.dispatch import on_device
 from stable_attention.layouts import LAYOUTS, MAX_HEAD_DIM, readable, row_shape
-from stable_attention.problem import Options, choose, require, show
+from stable_attention.problem import Options, choose, refused_twice, require, show
 from stable_attention.reference import reference_attention
 from stable_attention.reference.carrier import carrier as reference_carrier
 from stable_attention.triton.carrier import carrier as launch_carrier
@@ -170,7 +170,8 @@ def cured(
         ValueError: it saves no tensor in the memory of its output, or that is not in 16 bits; a
             keyword is none that `cure` serves.
         TypeError: other keywords.
-        RuntimeError: from the backward pass, where what it reads was changed in place since.
+        RuntimeError: from the backward pass, where what it reads was changed in place since, and
+            from second derivatives.
     """
     _options(layout, mask)  # refused here, not in the backward pass
     saved: set[int] = set()
@@ -212,8 +213,12 @@ def cured(
     place.append(out.detach())
     index = out.output_nr
 
-    def note(douts: tuple[torch.Tensor | None, ...]) -> None:
+    def note(douts: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
         grads[:] = [dout for dout in douts[index : index + 1] if dout is not None]
+        if not (torch.is_grad_enabled() and grads):
+            return None
+        # A carrier has O's sums with this dO, and none of O's derivatives.
+        return (*douts[:index], *refused_twice(tuple(grads), *grads, q, k, v), *douts[index + 1 :])
 
     # Before the backward of `attention` runs, and unpacks; after hooks of O that change dO.
     assert out.grad_fn is not None

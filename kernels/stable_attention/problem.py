@@ -217,9 +217,17 @@ class _Twice(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *_: torch.Tensor) -> Any:
         raise RuntimeError(
-            "trying to differentiate twice a function that is differentiable once: use another "
-            "attention for second derivatives (create_graph=True)"
+            "trying to differentiate twice a function that is differentiable once "
+            "(once_differentiable): second derivatives (create_graph=True) need another function"
         )
+
+
+def refused_twice(
+    gradients: tuple[torch.Tensor | None, ...], *sources: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """``gradients``, whose derivatives by what ``sources`` come from are refused."""
+    found: tuple[torch.Tensor | None, ...] = _Twice.apply(len(gradients), *gradients, *sources)
+    return found
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,7 +244,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return found
         found = found if isinstance(found, tuple) else (found,)
-        return _Twice.apply(len(found), *found, *grads, *ctx.saved_tensors)
+        return refused_twice(found, *grads, *ctx.saved_tensors)
 
     return call
 

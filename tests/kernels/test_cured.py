@@ -267,3 +267,34 @@ def test_nothing_to_attend() -> None:
     q, k, v = (torch.zeros(0, 2, 24, 16).bfloat16().requires_grad_() for _ in range(3))
     gradients = torch.autograd.grad(_cured(q, k, v).sum(), (q, k, v))
     assert [x.shape for x in gradients] == [q.shape] * 3
+
+
+class Twice(torch.autograd.Function):
+    """Attention with a backward pass that autograd can follow."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        p = (q.float() @ k.float().mT / 4).softmax(-1)
+        out = (p @ v.float()).to(q.dtype)
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, dout = (x.float() for x in (*ctx.saved_tensors, dout))
+        p = (q @ k.mT / 4).softmax(-1)
+        ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / 4
+        return tuple(x.to(ctx.saved_tensors[0].dtype) for x in (ds @ k, ds.mT @ q, p.mT @ dout))
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_second_derivatives_are_refused(place: int) -> None:
+    """They were made of the carrier, and wrong by a fifth and more."""
+    inputs = [torch.randn(1, 2, 24, 16).bfloat16().requires_grad_() for _ in range(3)]
+    x = inputs[place]
+    out = stable_attention.cured(Twice.apply, *inputs, layout="bhsd")
+    once = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+    (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    assert torch.equal(dx, once)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(dx.square().sum() + x.sum(), x)
