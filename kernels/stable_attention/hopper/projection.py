@@ -8,13 +8,13 @@ from triton.experimental.gluon import language as gl
 
 from stable_attention.hopper.consumer import announced
 from stable_attention.hopper.softmax import largest_key
-from stable_attention.hopper.tiles import place_of
+from stable_attention.hopper.tiles import TILE, place_of
 
 
 @gluon.jit
 def carriers(
-    sums, rank, delta, own, rows, queries, place, tile, numbers, keys, smem, items,
-    T: gl.constexpr, LAYOUT: gl.constexpr,
+    sums, rank, delta, own, tile, numbers, keys, smem, items,
+    W: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """(2^-rest, what the row sums to too much, the row's key of the largest P in memory, whether it
     has one) [64]; leaves delta corrected. own: the first block that was added.
@@ -24,26 +24,23 @@ def carriers(
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     number, column, found = largest_key(rank)
     excess = gl.convert_layout(gl.sum(sums, 1), LAYOUT)
-    rows = gl.convert_layout(rows, LAYOUT)
+    # Read again, so that registers do not hold it over the loop.
+    _, t, b, h = announced(smem.item, tile, 1, one)
+    m, start_q, queries, start_k, _ = place_of(items.places, t, items.sq, items.sk, T.PACKED)
+    rows = m * TILE + W * 64 + gl.arange(0, 64, LAYOUT)
     here = rows < queries
+    place = b.to(gl.int64) * numbers.stride_b + h.to(gl.int64) * numbers.stride_h + start_q
     weight = gl.exp2(-gl.load(numbers.rest_ptr + place + rows, mask=here, other=0.0))
     excess = excess * weight
     if numbers.target_ptr is not None:
         excess -= gl.load(numbers.target_ptr + place + rows, mask=here, other=0.0)
     delta = gl.convert_layout(delta, LAYOUT) + excess
     gl.store(numbers.delta_ptr + place + rows, delta, mask=here)
-    _, t, b, h = announced(smem.item, tile, 1, one)
     first = keys.ptr + b.to(gl.int64) * keys.stride_b + (h // T.GROUP).to(gl.int64) * keys.stride_h
     if T.PACKED:
-        _, _, _, start_k, _ = place_of(items.places, t, items.sq, items.sk, True)
         first += start_k.to(gl.int64) * keys.stride_s
-    key = gl.convert_layout((own - number) * T.BN + column, LAYOUT)
-    return (
-        weight,
-        excess,
-        first + key.to(gl.int64) * keys.stride_s,
-        gl.convert_layout(found, LAYOUT),
-    )
+    key = gl.convert_layout((own - number) * T.BN + column, LAYOUT).to(gl.int64) * keys.stride_s
+    return weight, excess, first + key, gl.convert_layout(found, LAYOUT)
 
 
 @gluon.jit

@@ -364,9 +364,8 @@ def _consumer(out, numbers, key_rows, smem, items, unit, W: gl.constexpr, T: gl.
         if T.PROJECT:
             DQ_ROWS: gl.constexpr = gl.SliceLayout(1, DQ_L)
             weight, excess, key_ptr, found = carriers(
-                sums, rank, delta, own, rows, queries, place, tiles, numbers, key_rows,
-                smem, items, T, DQ_ROWS,
-            )  # fmt: skip
+                sums, rank, delta, own, tiles, numbers, key_rows, smem, items, W, T, DQ_ROWS
+            )
         if T.PARTS == 1:
             dq = (warpgroup_mma_wait(0, deps=(dq[0],)),)
         else:
