@@ -138,14 +138,15 @@ def projection_captures(parts: Parts) -> Table:
 def projection_time(parts: Parts) -> Table:
     """Forward plus backward over that of ``none``, geometric means over the shapes."""
     body = []
-    for (d,), peers in sorted(_cells(parts, "d").items()):
+    for (d, kernels), peers in sorted(_cells(parts, "d", "kernels").items()):
         ms = {name: [row["both_ms"] for row in rows] for name, rows in peers.items()}
         ratios = (
             statistics.geometric_mean(a / b for a, b in zip(ms[x], ms["none"], strict=True))
             for x in PROJECTED
         )
-        body.append([f"d {d}, {len(ms['none'])} shapes", *(f"{x:.2f}" for x in ratios)])
-    return ["portable kernels", *PROJECTED], body, []
+        label = f"d {d}, {'portable' if kernels else 'sm_90'}, {len(ms['none'])} shapes"
+        body.append([label, *(f"{x:.2f}" for x in ratios)])
+    return ["kernels", *PROJECTED], body, []
 
 
 INT8 = ("compensated", "as published", "ours without projection", "ours")

@@ -1,4 +1,4 @@
-# ruff: noqa: E402  (the kernel set is chosen before the library is imported)
+# ruff: noqa: E402  (where the repository lies is found first)
 """Errors and time of the projecting stabilizers on one GPU, beside SDPA and FP32 attention.
 
     PYTHONPATH=kernels python research/projection.py [errors] [logits] [times] [captures FILE ...]
@@ -6,12 +6,14 @@
 Writes the parts of these names of docs/assets/projection.json. Errors are relative norms against
 float64. ``errors``: the regimes of tests/regimes.py, causal, d 64, from 512 to 32,768 keys.
 ``logits``: a few heavy keys at logits from 1e2 to 1e6, scores exact in float32. ``times``: medians
-of CUDA-event intervals, all numerics in turn, on the portable kernels. ``captures``: every head of
-causal captures that runs left, by default those of tests/stability/captures.
+of CUDA-event intervals, all numerics in turn, on the portable kernels and, on sm_90, on its own.
+``captures``: every head of causal captures that runs left, by default those of
+tests/stability/captures.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
@@ -20,7 +22,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("STABLE_ATTENTION_KERNELS", "triton")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / p) for p in ("benchmarks", "tests", "")]
 
@@ -30,7 +31,7 @@ from regimes import REGIMES, make_regime
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from stable_attention import stable_attention
+from stable_attention import configs, dispatch, stable_attention
 
 OURS = ("none", "compensated", "projected", "compensated_projected")
 EXPERIMENTS = ("projected_key", "compensated_projected_mean")
@@ -192,9 +193,11 @@ def milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
 
 
 def times() -> Iterator[dict[str, Any]]:
-    for n, d, causal in (
-        (n, d, causal) for n in (1024, 4096, 16384) for d in (64, 128) for causal in (True, False)
+    sets = ("triton",) if configs.arch_of(torch.device("cuda")) != "sm90" else ("triton", "")
+    for n, d, causal, kernels in itertools.product(
+        (1024, 4096, 16384), (64, 128), (True, False), sets
     ):
+        os.environ[dispatch.SELECTED] = kernels
         shape = (16384 // n, 2048 // d, n, d)
         q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
         calls = {name: ours(name, causal=causal) for name in OURS}
@@ -208,7 +211,7 @@ def times() -> Iterator[dict[str, Any]]:
             for name, run in runs.items():
                 found[name].append(milliseconds(run))
         for name, ms in found.items():
-            same = {"n": n, "d": d, "causal": causal, "backend": name}
+            same = {"n": n, "d": d, "causal": causal, "kernels": kernels, "backend": name}
             yield same | {"both_ms": statistics.median(ms[1:])}
 
 

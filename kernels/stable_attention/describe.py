@@ -127,6 +127,8 @@ def _signature(
         return None
     if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         return None
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        return None
     try:
         return (
             options, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
@@ -149,6 +151,10 @@ def check_rank(name: str, x: object, layout: str) -> None:
     if x.is_nested or x.layout is not torch.strided:
         remedy = "Pass its values: of sequences packed, as layout='thd' with cu_seqlens."
         raise AttentionArgumentError(name, "nested or sparse", "a dense tensor", remedy)
+    # Memory holds minus its values, and kernels read memory. A compiler makes none.
+    if not torch.compiler.is_compiling() and x.is_neg():
+        remedy = f"Pass {name}.resolve_neg()."
+        raise AttentionArgumentError(name, "a negative view", "values as memory has them", remedy)
     rank = 3 if layout == "thd" else 4
     if x.dim() != rank:
         raise AttentionArgumentError(

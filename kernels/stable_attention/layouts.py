@@ -74,5 +74,7 @@ def tokens_are_close(x: torch.Tensor, layout: str) -> bool:
 
 
 def readable(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """x, or a contiguous copy where kernels could not address it: autograd's dO has any strides."""
+    """x, or a copy where kernels could not address it: autograd's dO has any strides, and may be a
+    view that negates."""
+    x = x.resolve_neg()
     return x if x.stride(-1) == 1 and tokens_are_close(x, layout) else x.contiguous()

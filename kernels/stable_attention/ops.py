@@ -306,7 +306,7 @@ def _gradients(
     out, lse, low, q, k, v, *small = ctx.saved_tensors
     if dlse is not None:
         # An LSE that nobody asked for is (0,), and so is its gradient: no rows to read.
-        dlse = dlse.contiguous() if dlse.dim() > 1 else None
+        dlse = dlse.resolve_neg().contiguous() if dlse.dim() > 1 else None
     if dout is None and dlse is None:
         return None, None, None, None
     if dout is None:

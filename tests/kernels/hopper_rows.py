@@ -14,13 +14,15 @@ import torch
 from attention_cases import Case
 from error_rule import check_case
 
+from stable_attention.hopper.plan import reach
+
 CUT = 2.0**-18
 """What delta lacks here, as after the forward pass of a GPU, whose sums lose bits on the way."""
 ORDER = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}
 
 
 class MainKernel:
-    """Called as `hopper.backward.backward_kernel` is launched; one sequence length, no window."""
+    """Called as `hopper.backward.backward_kernel` is launched; one sequence length."""
 
     pre_run_hooks = ()
 
@@ -35,7 +37,8 @@ class MainKernel:
         a = dict(zip(self._names, positional, strict=False)) | named
         p, bm = self.problem, a["BM"]
         q, k, v, do, dk, dv = (
-            a[f"{x}_desc"].base.permute(ORDER[p.layout]) for x in ("q", "k", "v", "do", "dk", "dv")
+            None if a[f"{x}_desc"] is None else a[f"{x}_desc"].base.permute(ORDER[p.layout])
+            for x in ("q", "k", "v", "do", "dk", "dv")
         )
         kg, vg = (x.repeat_interleave(p.group, 1).double() for x in (k, v))
 
@@ -47,16 +50,22 @@ class MainKernel:
         shift = rows(planes[:, 0])[..., : p.sq, None]
         delta = rows(a["delta_desc"].base)[..., : p.sq, None].double() * (1 - CUT)
         x = q.double() @ kg.mT * a["unit"] - shift - rows(rest)[..., : p.sq, None]
-        if p.window_right == 0:
-            x = x.masked_fill(torch.ones(p.sq, p.sk, dtype=torch.bool).triu(1), -torch.inf)
+        left, right = reach(p)
+        distance = torch.arange(p.sk) - torch.arange(p.sq)[:, None] - (p.sk - p.sq)
+        seen = (distance <= right) & (-distance <= left)
+        x = x.masked_fill(~seen, -torch.inf)
         weights = x.exp2()
         ds = (weights * (do.double() @ vg.mT - delta)).to(q.dtype).double()
         size = ds.to(q.dtype).abs().view(torch.int16).int() >> 7
         rank = (size << 23) | torch.arange(p.sk, dtype=torch.int32)
-        rows(a["excess_desc"].base)[..., : p.sq] = ds.sum(-1).float()
+        # Tiles of queries that see no key are left as they are.
+        tiles = torch.nn.functional.pad(seen.any(-1), (0, -p.sq % bm)).view(-1, bm).any(-1)
+        rows(a["turns"]).copy_(tiles)
+        met = tiles.repeat_interleave(bm)[: p.sq]
+        rows(a["excess_desc"].base)[..., : p.sq] = ds.sum(-1).float().where(met, torch.nan)
         rows(a["rank_ptr"])[..., : p.sq] += rank.amax(-1)
         sums = a["sum_desc"].base.view(p.batch, p.heads, -1, p.d)
-        sums[:, :, : p.sq] = (ds @ kg).float()
+        sums[:, :, : p.sq] = (ds @ kg).float().where(met[:, None], torch.nan)
         dks, dvs = ds.mT @ q.double(), weights.to(q.dtype).double().mT @ do.double()
         dks, dvs = (x.unflatten(1, (-1, p.group)).sum(2) for x in (dks, dvs))
         if a["part_ptr"] is None:

@@ -249,12 +249,14 @@ def rows_that_sum_to_zero(stabilizer: str, regime: str) -> list[str]:
     return problems
 
 
-def chunks_that_sum_to_zero() -> list[str]:
+def chunks_that_sum_to_zero(
+    stabilizer: str = "compensated_projected", causal: bool = False
+) -> list[str]:
     """dQ of equal sinks as exact as uncut: the sum and the largest key go from chunk to chunk."""
     from chunk_runs import run_chunked
     from regimes import make_regime
 
-    case = Case(sq=96, sk=96, d=64, hq=2, hk=2, stabilizer="compensated_projected")
+    case = Case(sq=96, sk=96, d=64, hq=2, hk=2, causal=causal, stabilizer=stabilizer)
     given = make_inputs(case)
     regime = (x.transpose(0, 1)[None].to(DEVICE) for x in make_regime("tie3", heads=2, n=96))
     given.q, given.k, given.v, given.dout = (x.contiguous() for x in regime)
@@ -357,7 +359,7 @@ def window_bounds() -> list[str]:
     return problems
 
 
-def on_sm90(check: Callable[..., list[str]], *arguments: str) -> list[str]:
+def on_sm90(check: Callable[..., list[str]], *arguments: object) -> list[str]:
     with on_hopper():
         return check("compensated_projected", *arguments)
 
@@ -387,6 +389,8 @@ PROPERTIES: dict[str, Callable[[], list[str]]] = {
     "sm_90, saturated": lambda: on_sm90(rows_that_sum_to_zero, "one"),
     "sm_90, large logits": lambda: on_sm90(large_logits),
     "sm_90, sinks": problems,
+    "sm_90, chunks": lambda: on_sm90(chunks_that_sum_to_zero),
+    "sm_90, causal chunks": lambda: on_sm90(chunks_that_sum_to_zero, True),
 }
 
 

@@ -171,7 +171,8 @@ cases = ((128, "thd", 1, whole), (64, "bshd", 8, whole), (128, "bshd", 8, dict(s
          (64, "bshd", 8, chunks), (128, "bshd", 2, chunks),
          (64, "bshd", 2, dropped), (128, "bshd", 8, dropped),
          (64, "bshd", 8, projected), (128, "bshd", 8, projected), (64, "thd", 1, projected),
-         (128, "thd", 1, whole | projected), (256, "bshd", 8, projected),
+         (128, "thd", 1, whole | projected), (64, "bshd", 8, chunks | projected),
+         (128, "bshd", 2, chunks | projected), (256, "bshd", 8, projected),
          (192, "bshd", 2, projected), (256, "thd", 1, whole | projected))
 for d, layout, kv_heads, options in cases:
     dv = 128 if d == 192 else d
@@ -188,10 +189,13 @@ for d, layout, kv_heads, options in cases:
     extras = Extras(cu_q=cu, cu_k=cu, seed=torch.empty((), dtype=torch.int64, device="meta"))
     partial = torch.float32 if p.chunked else None
     sums = [torch.empty(x.shape, device="meta") for x in (q, k, v)] if p.chunked else None
+    kept = (delta, delta, q) if p.chunked and p.stabilizer != "compensated" else None
     with aot.capture("sm90") as launches:
         if not p.dropout_p:
             hopper.forward(p, q, k, v, extras=extras, out_dtype=partial, with_lse=False)
-        hopper.backward(p, g, q, k, v, lse=lse, delta=delta, extras=extras, accumulators=sums)
+        hopper.backward(
+            p, g, q, k, v, lse=lse, delta=delta, extras=extras, accumulators=sums, kept=kept
+        )
     for x in (aot.compile_launch(launch, "sm90") for launch in launches):
         rows.append(dict(kernel=x.name, spills=x.spill_bytes, shared=x.shared, warnings=x.warnings))
 print(json.dumps(rows))

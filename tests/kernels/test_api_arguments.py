@@ -75,6 +75,7 @@ RAGGED = torch.nested.nested_tensor([zeros(3, 2, 16), zeros(5, 2, 16)], layout=t
 # Without a shape, and without strides.
 UNSHAPED = torch.nested.nested_tensor([zeros(3, 2, 16), zeros(5, 2, 16)])
 UNSTRIDED = zeros(2, 8, 4, 16).to_sparse_csr()
+NEGATED = torch._neg_view(zeros(2, 8, 4, 16))
 DENSE, SEEDED = qkv(), qkv(dropout_p=0.1)
 FLAT = dict.fromkeys("qkv", zeros(16))
 # (options of a call that is right, the name, values that are wrong)
@@ -83,8 +84,9 @@ WRONG = [
     (DENSE, "bias", (torch.ones(8, 8),)),
     (DENSE, "alibi_slopes", (torch.ones(4),)),
     (DENSE, "q", (None, [1.0], "q", zeros(2, 8, 4, 16).to_sparse(), RAGGED, UNSHAPED, UNSTRIDED)),
-    (DENSE, "k", (None, [1.0], UNSHAPED, UNSTRIDED)),
-    (DENSE, "v", (None, 1.0, UNSHAPED, UNSTRIDED)),
+    (DENSE, "q", (NEGATED,)),
+    (DENSE, "k", (None, [1.0], UNSHAPED, UNSTRIDED, NEGATED)),
+    (DENSE, "v", (None, 1.0, UNSHAPED, UNSTRIDED, NEGATED)),
     (DENSE, "layout", (None, ["bshd"], 3, "hbsd")),
     (DENSE, "window", ((-2, 0), (1, 2, 3), (1,), 4, "ab", (1.0, 2), (None, 0), {1: 2, 3: 4})),
     (DENSE, "scale", (-1.0,)),

@@ -37,6 +37,8 @@ LARGE = [
         "sq=1999 sk=1999 causal=1 dropout=0.1 d=64",
         "sq=2048 sk=2048 causal=1 hq=4 d=64 residual=int8 dtype=fp16",
         "sq=2048 sk=2048 causal=1 hq=4 d=192 dv=128",
+        "sq=2048 sk=2048 causal=1 hq=4 d=64 sinks=learned stabilizer=compensated_projected",
+        "sq=1999 sk=1999 causal=1 left=600 hq=4 hk=2 d=128 b=2 stabilizer=compensated_projected",
     )
     for chunks in (2, 4, 8, 16)
     for order in ("contiguous", "zigzag")

@@ -154,7 +154,7 @@ def test_hopper_serves_what_its_row_says(
     asked, _ = describe(q, k, v, Options.of(**named), sinks=sinks, dropout_seed=seed)
     device = torch.device("cuda", 0)
     assert dispatch.select(asked, device).name == name
-    portable = asked.dropout_p or asked.softcap or asked.planes > 1 or d not in (64, 128)
+    portable = asked.dropout_p or asked.softcap or d not in (64, 128)
     chunks = "triton" if portable else name
     assert dispatch.select(replace(asked, chunked=True), device).name == chunks
     packed = replace(asked, chunked=True, layout="thd")

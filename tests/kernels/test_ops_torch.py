@@ -199,6 +199,14 @@ def test_expanded_gradient_of_a_sum():
     assert torch.allclose(plain[2].float().sum(1), torch.full((2, 2, 16), 17.0), rtol=2e-2)
 
 
+def test_gradients_that_are_views_which_negate():
+    q, k, v, g = (torch.randn(1, 16, 2, 16, dtype=torch.bfloat16) for _ in range(4))
+    out, lse = stable_attention(q.requires_grad_(), k, v, return_lse=True)
+    h = torch.randn_like(lse)
+    views = torch.autograd.grad((out, lse), q, (torch._neg_view(g), torch._neg_view(h)), True)
+    assert torch.equal(views[0], torch.autograd.grad((out, lse), q, (-g, -h))[0])
+
+
 def test_batch_and_head_offsets_shift_the_dropout_mask():
     """A data- or tensor-parallel rank draws the mask its batch and heads have globally."""
     q, k, v = (randn(2, 40, 4, 16, grad=False) for _ in range(3))

@@ -66,7 +66,7 @@ L2_FORWARD = {True: 32 * 2**20, False: 8 * 2**20}
 SEGMENT = 2048
 """Keys that the tensor cores add up before "compensated" adds in float32. `numerics.truncation` of
 them, 8e-6, is within the 1e-5 of RMS(delta) that its mean error may have at any length."""
-NOTHING = (None,) * 9
+NOTHING = (None,) * 12
 """Of what `sum_kernel` takes off a gradient of which nothing is."""
 
 
@@ -165,6 +165,7 @@ def backward(
     extras: Extras,
     accumulators: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dQ, dK, dV) as `stable_attention.triton.backward.backward`, whose arguments these are."""
     assert not problem.chunked or not (problem.varlen or problem.dropout_p), "see `dispatch`"
@@ -172,10 +173,11 @@ def backward(
     assert problem.d <= 128 or not (add or problem.dropout_p or problem.softcap), "see `dispatch`"
     dq, dk, dv = accumulators or gradients or new_gradients(problem, q, k, v)[1]
     found = room(problem, (q, k, v, dout) if add else (q, k, v, dout, dk, dv))
-    if not found or extras.pos_q is not None or (problem.planes > 1 and problem.sk > RANKED):
+    projects = bool(KNOWN[problem.stabilizer].projection)
+    if not found or extras.pos_q is not None or (projects and problem.sk > RANKED):
         return portable_backward.backward(
             problem, dout, q, k, v, lse=lse, delta=delta, extras=extras,
-            accumulators=accumulators, gradients=(dq, dk, dv),
+            accumulators=accumulators, gradients=(dq, dk, dv), kept=kept,
         )  # fmt: skip
     target = None
     if problem.planes > 1 and delta.dim() == lse.dim():
@@ -185,6 +187,7 @@ def backward(
             planned(part),
             *(cut(x, True) for x in (q, k, v, dout, dq, dk, dv)),
             numbers=tuple(cut(x) for x in (lse, delta, target)),
+            kept=None if kept is None else (cut(kept[0]), cut(kept[1]), cut(kept[2], True)),
             extras=extras,
             add=add,
         )
@@ -226,18 +229,19 @@ def _launch(
     dv: torch.Tensor,
     *,
     numbers: tuple[torch.Tensor | None, ...],
+    kept: tuple[torch.Tensor, ...] | None,
     extras: Extras,
     add: bool,
 ) -> None:
     """numbers: of rows, LSE in one plane or two, delta, and what rows of dS sum to where a
-    projecting stabilizer asks and it is not 0."""
+    projecting stabilizer asks and it is not 0. kept: of chunks, as in `backward`."""
     lse, delta, target = numbers
     problem, parts, key_tiles = plan.problem, plan.parts, plan.key_tiles
     bm, bn = TILES[problem.d]
     tiles = plan.entries * problem.heads * plan.backward_tiles
     new = functools.partial(torch.empty, device=q.device)
     wide = problem.d > 128
-    project = problem.planes > 1
+    project = bool(KNOWN[problem.stabilizer].projection)
 
     def queries() -> None:
         table = _places(plan, extras, q.device, backward=False)
@@ -252,10 +256,11 @@ def _launch(
     if project and not wide:
         excess = new((tiles, bm), dtype=torch.float32)
         rank = new((tiles, bm), dtype=torch.int32)
-        weight, of_key = torch.empty_like(excess), torch.empty_like(rank)
-        tokens = problem.tk if problem.varlen else problem.sk
-        blocks = triton.cdiv(tokens, MARKED.value) + 1
-        marks = new((plan.entries * problem.kv_heads, blocks), dtype=torch.int32)
+        if kept is None:
+            weight, of_key = torch.empty_like(excess), torch.empty_like(rank)
+            tokens = problem.tk if problem.varlen else problem.sk
+            blocks = triton.cdiv(tokens, MARKED.value) + 1
+            marks = new((plan.entries * problem.kv_heads, blocks), dtype=torch.int32)
     turns = None if wide else new(tiles, dtype=torch.int32)
     counter, places = _places(plan, extras, q.device, backward=True)
     of_queries, of_keys = (None, None) if places is None else places.unbind()
@@ -289,7 +294,9 @@ def _launch(
     )  # fmt: skip
     touched = turns if plan.band else None
     found = (
-        NOTHING if excess is None else (k, q, target, excess, rank, shift, weight, of_key, marks)
+        NOTHING
+        if excess is None
+        else (k, q, target, *(kept or NOTHING[:3]), excess, rank, shift, weight, of_key, marks)
     )
     todo = [(dq, sums, found, touched, of_queries, False, problem.scale)]
     if partial is not None:
@@ -306,7 +313,7 @@ def _launch(
             functools.partial(_sum_arguments, plan, keys, scale, add),
             own=10,
         )
-    if excess is not None:
+    if weight is not None:
         launch(
             saturated_kernel,
             (plan,),
@@ -346,11 +353,14 @@ def _sum_arguments(
     carrier: tuple[float | None, ...] = (None,) * 14
     if k is not None and q is not None:
         rows_of: tuple[int, ...] = (0, 0)
-        if target is not None:
-            rows_of = (0, target.stride(0)) if problem.varlen else target.stride()[:2]
+        like = target if found[0] is None else found[0]
+        if like is not None:
+            rows_of = (0, like.stride(0)) if problem.varlen else like.stride()[:2]
+        marks = found[-1]
         carrier = (
             *rows_of, *strides(k, problem.layout), *strides(q, problem.layout),
-            found[-1].shape[1], problem.sk, *reach(problem), problem.group, units(problem)[0],
+            0 if marks is None else marks.shape[1],
+            problem.sk, *reach(problem), problem.group, units(problem)[0],
         )  # fmt: skip
     positional = (
         total, out, adds, counter, table, *strides(out, problem.layout), length, heads, tiles,

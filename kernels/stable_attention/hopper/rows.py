@@ -105,8 +105,8 @@ def rows_kernel(
 ):  # fmt: skip
     """Shift (log2 units) and delta of a query tile, whole: rows past the end have P = 0.
 
-    With a ``plane``, the stride of LSE's second one, that of a tile follows its shift. Ranks start
-    at 0, as do so many ``marks``.
+    With ranks, which start at 0 as do so many ``marks``, or a ``plane``, a tile's second plane of
+    LSE follows its shift. plane: its stride, None of chunks, whose LSE has one.
     """
     tile = tl.program_id(0)
     head = tile // query_tiles
@@ -118,12 +118,16 @@ def rows_kernel(
     lse = tl.load(lse_ptr + first + rows, mask=ok, other=-float("inf"))
     delta = tl.load(delta_ptr + first + rows, mask=ok, other=0.0)
     place = tile.to(tl.int64) * BM + tl.arange(0, BM)
-    if plane is not None:
-        rest = tl.load(lse_ptr + tl.cast(plane, tl.int64) + first + rows, mask=ok, other=0.0)
+    if rank_ptr is not None or plane is not None:
         planes = shift_ptr + tile.to(tl.int64) * (2 * BM) + tl.arange(0, BM)
-        tl.store(planes, lse_planes_to_shift(lse))
-        largest = tl.max(tl.where(lse == -float("inf"), 0.0, tl.abs(lse)), 0)
-        tl.store(planes + BM, tl.where(largest <= LARGEST, ONE_PLANE, rest))
+        if plane is not None:
+            rest = tl.load(lse_ptr + tl.cast(plane, tl.int64) + first + rows, mask=ok, other=0.0)
+            tl.store(planes, lse_planes_to_shift(lse))
+            largest = tl.max(tl.where(lse == -float("inf"), 0.0, tl.abs(lse)), 0)
+            tl.store(planes + BM, tl.where(largest <= LARGEST, ONE_PLANE, rest))
+        else:
+            tl.store(planes, lse_to_shift(lse))
+            tl.store(planes + BM, tl.full([BM], ONE_PLANE, tl.float32))
         if rank_ptr is not None:
             tl.store(rank_ptr + place, tl.zeros([BM], tl.int32))
         if marks_ptr is not None:
@@ -148,14 +152,15 @@ def _keys_of(ptr, key, found, stride, D: tl.constexpr):
 @triton.jit
 def _carriers(
     rank_ptr, shift_ptr, of_key_ptr, marks_ptr, key_ptr, query_ptr,
-    tile, row, s, first_key, keys, left, right, stride_ks, stride_qs, unit,
+    tile, row, s, first_mark, first_key, keys, left, right, stride_ks, stride_qs, unit,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """(key [ROWS] along which dQ is put right, whether there is one, its P): of the largest dS.
 
     Notes the key for `saturated_kernel` and marks it, or notes -1 where P is not nearly all of the
     row. Where it is, its dS is minus the sum of all others and may be small by chance: rows without
-    such a key also try the first one of other rows of the tile. first_key: token of key 0.
+    such a key also try the first one of other rows of the tile. first_key: token of key 0. Of
+    chunks (of_key_ptr is None) nothing is noted.
     """
     rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     ok = row < s
@@ -179,9 +184,27 @@ def _carriers(
         p = tl.where(changed, other, p)
         found |= changed
         saturated |= changed
-    tl.store(of_key_ptr + rows, tl.where(saturated, key, -1))
-    tl.store(marks_ptr + (first_key + key) // MARKED, tl.full([ROWS], 1, tl.int32), mask=saturated)
+    if of_key_ptr is not None:
+        tl.store(of_key_ptr + rows, tl.where(saturated, key, -1))
+        mark = marks_ptr + first_mark + (first_key + key) // MARKED
+        tl.store(mark, tl.full([ROWS], 1, tl.int32), mask=saturated)
     return key, found, p
+
+
+@triton.jit
+def _carry(
+    so_far_ptr, top_ptr, best_ptr, excess, p, key, found, row, s, key_ptr, stride_best, stride_ks,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Add a chunk's share to what rows keep between chunks, as `triton.projection.carry` does: the
+    sum of dS, and where its P is larger than any before, the key to be put right along."""
+    ok = row < s
+    tl.store(so_far_ptr + row, tl.load(so_far_ptr + row, mask=ok, other=0.0) + excess, mask=ok)
+    better = found & (p > tl.load(top_ptr + row, mask=ok, other=float("inf")))
+    tl.store(top_ptr + row, p, mask=better)
+    to = best_ptr + row.to(tl.int64)[:, None] * stride_best + tl.arange(0, D)[None, :]
+    best = _keys_of(key_ptr, key, better, stride_ks, D)
+    tl.store(to, best.to(best_ptr.dtype.element_ty), mask=better[:, None])
 
 
 @triton.jit(
@@ -192,6 +215,7 @@ def _carriers(
 def sum_kernel(
     sum_ptr, out_ptr, turns_ptr, counter_ptr, places_ptr, stride_b, stride_s, stride_h,
     s, heads, tiles, scale,
+    so_far_ptr, top_ptr, best_ptr,
     excess_ptr, rank_ptr, shift_ptr, weight_ptr, of_key_ptr, marks_ptr,
     target_ptr, key_ptr, query_ptr, stride_lb, stride_lh, stride_kb, stride_ks, stride_kh,
     stride_qb, stride_qs, stride_qh, marks, keys, left, right, group, unit,
@@ -201,8 +225,8 @@ def sum_kernel(
     """A gradient tile in its own type and layout from PARTS float32 sums, in their order.
 
     With TURNS, those of a tile to which nobody added are 0. LATER: tiles are of keys. ADD: to what
-    is there. With excess_ptr: less what rows of dS sum to too
-    much, along `_carriers`; target_ptr has LSE's strides.
+    is there. With excess_ptr: less what rows of dS sum to too much, along `_carriers`, or with
+    top_ptr that is kept for other chunks (`_carry`). target_ptr and top_ptr have LSE's strides.
     left, right: of `plan.reach`; marks: of a key/value head.
     """
     tile = tl.program_id(0)
@@ -228,22 +252,31 @@ def sum_kernel(
         key_ptr += tl.cast(start_k, tl.int64) * stride_ks
         query_ptr += b * stride_qb + h * stride_qh + tl.cast(start, tl.int64) * stride_qs
         key, found, p = _carriers(
-            rank_ptr, shift_ptr, of_key_ptr, marks_ptr + (head // group) * marks,
-            key_ptr, query_ptr, tile, row, s, start_k, keys, left, right, stride_ks, stride_qs,
+            rank_ptr, shift_ptr, of_key_ptr, marks_ptr, key_ptr, query_ptr,
+            tile, row, s, (head // group) * marks, start_k, keys, left, right, stride_ks, stride_qs,
             unit, ROWS, D,
         )  # fmt: skip
         rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
         excess = tl.load(excess_ptr + rows)
-        if target_ptr is not None:
-            target_ptr += b * stride_lb + h * stride_lh + start
-            excess -= tl.load(target_ptr + row, mask=row < s, other=0.0)
-        tl.store(weight_ptr + rows, excess * p)
+        place = b * stride_lb + h * stride_lh + start
+        if top_ptr is not None:
+            if TURNS:
+                excess = tl.where(tl.load(turns_ptr + tile) > 0, excess, 0.0)
+            best_ptr += b * stride_b + h * stride_h
+            _carry(
+                so_far_ptr + place, top_ptr + place, best_ptr, excess, p, key, found, row, s,
+                key_ptr, stride_s, stride_ks, D,
+            )  # fmt: skip
+        else:
+            if target_ptr is not None:
+                excess -= tl.load(target_ptr + place + row, mask=row < s, other=0.0)
+            tl.store(weight_ptr + rows, excess * p)
     first = (head * PARTS * tiles + t).to(tl.int64) * (ROWS * D)
     total = tl.load(sum_ptr + first + tile_offsets(D, ROWS, D))
     for _part in tl.static_range(1, PARTS):
         first += tiles.to(tl.int64) * (ROWS * D)
         total += tl.load(sum_ptr + first + tile_offsets(D, ROWS, D))
-    if excess_ptr is not None:
+    if excess_ptr is not None and top_ptr is None:
         total -= excess[:, None] * _keys_of(key_ptr, key, found, stride_ks, D)
     if TURNS:
         total = tl.where(tl.load(turns_ptr + tile) > 0, total, 0.0)
@@ -310,10 +343,12 @@ def saturated_kernel(
             scanned = low + tl.arange(0, SCAN)
             of_scanned = tl.load(of_key_ptr + place + scanned, mask=scanned < last, other=-1)
             found = (of_scanned >= n * BN) & (of_scanned < n * BN + BN)
-            found = tl.max(found.to(tl.int32), 0)
-            any_found += found
-            if found > 0:
-                for i in range(low, tl.minimum(low + SCAN, last), STEP):
+            # Often the first row of a sequence alone, whose only key has all of it.
+            end = tl.max(tl.where(found, scanned + 1, 0), 0)
+            if end > 0:
+                any_found = 1
+                begin = tl.min(tl.where(found, scanned, end), 0) // STEP * STEP
+                for i in range(begin, end, STEP):
                     rows = i + tl.arange(0, STEP)
                     key = tl.load(of_key_ptr + place + rows, mask=rows < last, other=-1)
                     weight = tl.load(weight_ptr + place + rows, mask=rows < last, other=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import DEVICE, Case, make_inputs
+from chunk_runs import run_chunked
 from error_rule import check_case, run_ours
 from regimes import REGIMES, make_regime
 from suite import large_logits, rows_that_sum_to_zero
@@ -73,6 +74,23 @@ def test_gradients_of_the_regimes(regime: str, n: int, d: int, dv: int, stabiliz
     for name, mine, want in zip(("dQ", "dK"), found, truth, strict=False):
         error = float((mine.double() - want.double()).norm() / want.double().norm())
         assert error <= 2.5 * STORED, (name, error)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_dq_of_the_regimes_over_chunks(regime: str, d: int) -> None:
+    """The same of dQ; dK has the delta of "compensated" there."""
+    case = Case(sq=2048, sk=2048, d=d, hq=2, hk=2, causal=True, stabilizer="compensated_projected")
+    given = make_inputs(case, DEVICE)
+    given.q, given.k, given.v, given.dout = tensors = [
+        x.transpose(0, 1)[None].contiguous()
+        for x in make_regime(regime, heads=2, n=2048, d=d, device=DEVICE)
+    ]
+    want = true_gradients(*tensors, layout="bshd", causal=True)[0].double()
+    for chunks, order in ((4, "zigzag"), (3, "contiguous")):
+        mine = run_chunked(case, given, chunks, order).named()["dq"].double()
+        error = float((mine - want).norm() / want.norm())
+        assert error <= 2.5 * STORED, (chunks, error)
 
 
 @pytest.mark.parametrize("stabilizer", EVERY)
