@@ -318,7 +318,7 @@ def _consumer(out, numbers, key_rows, smem, items, unit, W: gl.constexpr, T: gl.
         arrive_if(BUFFER_OF_Q, blocks == 1, ALL, False)
         p = _probabilities(s, shift, unit, to_right, to_left, end, 0, T.BN, T.MASKED)
         if T.PROJECT:
-            rank = follow(gl.zeros([64, 4], gl.int32, LANES), p, 0)
+            rank = follow(gl.zeros([64, 4], gl.int32, LANES), p, 0, -16)
         dp, v, v_parity = _end_dp(dp_made, v, v_parity, smem, T)
         slopes = _slopes(p, dp, delta, dtype, T.PROJECT)
         if T.PROJECT:
@@ -349,7 +349,7 @@ def _consumer(out, numbers, key_rows, smem, items, unit, W: gl.constexpr, T: gl.
             arrive_if(BUFFER_OF_Q, i + 1 == blocks, ALL, False)
             p = _probabilities(s, shift, unit, to_right, to_left, end, i * T.BN, T.BN, T.MASKED)
             if T.PROJECT:
-                rank = follow(rank, p, i)
+                rank = follow(rank, p, i, w - W - 16)
             dp, v, v_parity = _end_dp(dp, v, v_parity, smem, T)
             slopes = _slopes(p, dp, delta, dtype, T.PROJECT)
             if T.PROJECT:

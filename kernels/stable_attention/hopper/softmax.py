@@ -76,17 +76,19 @@ def widened(x):
 
 
 @gluon.jit
-def follow(rank, p, number):
+def follow(rank, p, number, upper):
     """rank [64, 4] in `LANES`, 0 before the first block, after the P [64, 64] of a block.
 
     One integer maximum finds a row's largest P and where that is. The upper 10 bits are those of P
     below its sign and its first exponent bit: P is 1 at most. Below them are the block's number and
     the place among the lane's 16 columns. P that agree to an eighth count as equal.
+
+    upper: -16, of which compilers do not know that: one instruction masks and places a P.
     """
     bits = _pairs(p.to(gl.int32, bitcast=True))
     like: gl.constexpr = bits.type.layout
     place = _columns(p.shape[1], like)
-    bits = (bits & -16) | (place >> 2) | (place & 1)
+    bits = (bits & upper) | ((place >> 2) | (place & 1))
     top = gl.convert_layout(gl.max(gl.max(bits, 3), 1), LANES, assert_trivial=True)
     new = ((top << 1) & -(1 << PLACES)) | (top & 15) | (number << 4)
     return pinned(gl.maximum(rank, new))
