@@ -75,8 +75,8 @@ BUGS = (
     Bug("second part of a group's dK and dV left out", ROWS, "tl.static_range(1, PARTS)",
         "tl.static_range(2, PARTS)", MANY),
     # --- rows of dS
-    Bug("target of other rows", ROWS, "tl.load(target_ptr + row,",
-        "tl.load(target_ptr + row // 2,", SUMMED),
+    Bug("target of other rows", ROWS, "tl.load(target_ptr + place + row,",
+        "tl.load(target_ptr + place + row // 2,", SUMMED),
     Bug("rows not summed", EXCESS, "sums.index(i).store(total)", "sums.index(i).store(total * 0.0)",
         SUMMED),
     Bug("sums of other queries", EXCESS, "sums.index(i).store(total)",
