@@ -4,9 +4,8 @@
     python research/analysis/report_tables.py --add FOLDER PROTOCOL
 
 ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->`` mark the place of `TABLES`[NAME]. ``--check``
-changes nothing and fails where the page differs from its results. ``--add`` replaces a protocol in
-runs.json and runs.csv by the ``verdicts.json`` and ``curves.csv`` that research/run.py wrote into
-FOLDER.
+changes nothing and fails where the page differs from its results. ``--add`` replaces the runs of a
+protocol in runs.json and runs.csv that research/run.py has started, by its results in FOLDER.
 """
 
 from __future__ import annotations
@@ -125,6 +124,7 @@ def losses() -> str:
     own = [run["run"] for run in rows_of("attribution") if run["cell"] in cells]
     pairs += [(run, f"compensated-{run[-2:]}") for run in own]
     pairs += [(f"compensated-s{n}, BF16 stream, to 8,000", f"compensated-s{n}") for n in (1, 2)]
+    pairs.append(("compensated_projected-s1, BF16 stream, to 8,000", pairs[-2][0]))
     controls = {"bf16": "bf16-s1", "no_qk_norm": "bf16_no_qk_norm-s1"}
     for run in rows_of("int8"):
         other = controls.get(run["cell"], f"bf16-s{run['seed']}") + ", of int8"
@@ -331,12 +331,17 @@ def fill(text: str, names: Iterable[str] = TABLES) -> str:
 
 
 def add(folder: Path, protocol: str) -> None:
-    """Put a protocol's published results in the place of those that are here."""
-    shared.write("runs", {protocol: json.loads((folder / "verdicts.json").read_text())}, RESULTS)
-    with (RESULTS / "runs.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["protocol"] != protocol]
+    """Put a protocol's published runs in the place of those that are here."""
+    found = json.loads((folder / "verdicts.json").read_text())
+    before = json.loads((RESULTS / "runs.json").read_text()).get(protocol, {"runs": []})
+    kept = {run["run"]: run for run in before["runs"]}
+    found["runs"] = [run if run["steps"] else kept.get(run["run"], run) for run in found["runs"]]
+    shared.write("runs", {protocol: found}, RESULTS)
     with (folder / "curves.csv").open(newline="") as file:
-        rows += [{"protocol": protocol} | row for row in csv.DictReader(file)]
+        new = [{"protocol": protocol} | row for row in csv.DictReader(file)]
+    ended = {(protocol, row["run"]) for row in new}
+    with (RESULTS / "runs.csv").open(newline="") as file:
+        rows = [x for x in csv.DictReader(file) if (x["protocol"], x["run"]) not in ended] + new
     with (RESULTS / "runs.csv").open("w", newline="") as out:
         writer = csv.DictWriter(out, rows[0], lineterminator="\n")
         writer.writeheader()

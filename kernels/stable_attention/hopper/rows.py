@@ -105,8 +105,8 @@ def rows_kernel(
 ):  # fmt: skip
     """Shift (log2 units) and delta of a query tile, whole: rows past the end have P = 0.
 
-    With ranks, which start at 0 as do so many ``marks``, or a ``plane``, a tile's second plane of
-    LSE follows its shift. plane: its stride, None of chunks, whose LSE has one.
+    With a ``plane``, the stride of LSE's second one, that of a tile follows its shift; of chunks,
+    whose LSE has one, a mark that there is none. Ranks start at 0, as do so many ``marks``.
     """
     tile = tl.program_id(0)
     head = tile // query_tiles
@@ -118,7 +118,7 @@ def rows_kernel(
     lse = tl.load(lse_ptr + first + rows, mask=ok, other=-float("inf"))
     delta = tl.load(delta_ptr + first + rows, mask=ok, other=0.0)
     place = tile.to(tl.int64) * BM + tl.arange(0, BM)
-    if rank_ptr is not None or plane is not None:
+    if plane is not None or rank_ptr is not None:
         planes = shift_ptr + tile.to(tl.int64) * (2 * BM) + tl.arange(0, BM)
         if plane is not None:
             rest = tl.load(lse_ptr + tl.cast(plane, tl.int64) + first + rows, mask=ok, other=0.0)
