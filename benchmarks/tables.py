@@ -106,7 +106,7 @@ def projection_errors(parts: Parts) -> Table:
     for what, label in (("dq", "dQ"), ("dk", "dK")):
         worst = (max(c[x][0][what] / c[EXACT][0][what] for c in found.values()) for x in names)
         body.append([f"worst {label} / {EXACT}, all lengths", *(f"{x:,.1f}" for x in worst)])
-    kept = f"{len(shown)} of {len(found)} cells; ratios over all."
+    kept = f"{len(shown)} of {len(found)} cells."
     return ["2,048 keys, d 64, causal", *names], body, [kept]
 
 
@@ -144,7 +144,7 @@ def projection_time(parts: Parts) -> Table:
             statistics.geometric_mean(a / b for a, b in zip(ms[x], ms["none"], strict=True))
             for x in PROJECTED
         )
-        label = f"d {d}, {'portable' if kernels else 'sm_90'}, {len(ms['none'])} shapes"
+        label = f"d {d}, {'portable' if kernels else 'sm_90'}"
         body.append([label, *(f"{x:.2f}" for x in ratios)])
     return ["kernels", *PROJECTED], body, []
 

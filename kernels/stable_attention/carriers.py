@@ -25,7 +25,8 @@ from stable_attention.chunks import chunk_delta
 from stable_attention.describe import DTYPES, check_rank
 from stable_attention.dispatch import on_device
 from stable_attention.layouts import LAYOUTS, MAX_HEAD_DIM, readable, row_shape
-from stable_attention.problem import Options, choose, refused_twice, require, show
+from stable_attention.once import refused_twice
+from stable_attention.problem import Options, choose, require, show
 from stable_attention.reference import reference_attention
 from stable_attention.reference.carrier import carrier as reference_carrier
 from stable_attention.triton.carrier import carrier as launch_carrier

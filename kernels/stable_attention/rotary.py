@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from stable_attention import numerics  # noqa: F401  (exact BF16 under the interpreter)
-from stable_attention.problem import number, once_differentiable
+from stable_attention.once import once_differentiable
+from stable_attention.problem import number
 from stable_attention.triton.launches import launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

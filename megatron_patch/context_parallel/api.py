@@ -40,7 +40,8 @@ from megatron_patch.context_parallel.heads import HeadExchange, HeadSplit
 from megatron_patch.context_parallel.movement import Alone, Gathered, Movement, Ring
 from megatron_patch.context_parallel.schedule import Bounds, Schedule
 from megatron_patch.context_parallel.tokens import Dense, Packed, Tokens
-from stable_attention.problem import AttentionArgumentError, Options, once_differentiable
+from stable_attention.once import once_differentiable
+from stable_attention.problem import AttentionArgumentError, Options
 
 BACKENDS = {
     "stable_flash": "stable_attention.chunks",

@@ -18,7 +18,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megatron_patch.core_patches.weight_gradient import accumulate
-from stable_attention.problem import once_differentiable
+from stable_attention.once import once_differentiable
 
 
 class GroupedMLP(SequentialMLP):

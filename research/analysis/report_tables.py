@@ -124,7 +124,8 @@ def losses() -> str:
     own = [run["run"] for run in rows_of("attribution") if run["cell"] in cells]
     pairs += [(run, f"compensated-{run[-2:]}") for run in own]
     pairs += [(f"compensated-s{n}, BF16 stream, to 8,000", f"compensated-s{n}") for n in (1, 2)]
-    pairs.append(("compensated_projected-s1, BF16 stream, to 8,000", pairs[-2][0]))
+    to_8000 = "-s1, BF16 stream, to 8,000"
+    pairs.append((f"compensated_projected{to_8000}", f"compensated{to_8000}"))
     controls = {"bf16": "bf16-s1", "no_qk_norm": "bf16_no_qk_norm-s1"}
     for run in rows_of("int8"):
         other = controls.get(run["cell"], f"bf16-s{run['seed']}") + ", of int8"
@@ -333,8 +334,7 @@ def fill(text: str, names: Iterable[str] = TABLES) -> str:
 def add(folder: Path, protocol: str) -> None:
     """Put a protocol's published runs in the place of those that are here."""
     found = json.loads((folder / "verdicts.json").read_text())
-    before = json.loads((RESULTS / "runs.json").read_text()).get(protocol, {"runs": []})
-    kept = {run["run"]: run for run in before["runs"]}
+    kept = {x["run"]: x for x in shared.read("runs").get(protocol, {"runs": []})["runs"]}
     found["runs"] = [run if run["steps"] else kept.get(run["run"], run) for run in found["runs"]]
     shared.write("runs", {protocol: found}, RESULTS)
     with (folder / "curves.csv").open(newline="") as file:

@@ -31,13 +31,13 @@ from stable_attention.int8.quantise import (
 )
 from stable_attention.int8.settings import BLOCK, DEFAULT, HEAD_DIMS, Settings
 from stable_attention.layouts import readable, strides
+from stable_attention.once import once_differentiable
 from stable_attention.problem import (
     UNLIMITED,
     AttentionArgumentError,
     Extras,
     Options,
     Problem,
-    once_differentiable,
     require,
     show,
 )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stable_attention.problem import once_differentiable
+from stable_attention.once import once_differentiable
 from stable_attention.reference import dropout
 from stable_attention.reference.geometry import (
     Window,

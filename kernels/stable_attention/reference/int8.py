@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from stable_attention.int8.settings import BLOCK, CODES, DEFAULT, SMALLEST, Settings
-from stable_attention.problem import once_differentiable
+from stable_attention.once import once_differentiable
 from stable_attention.reference.geometry import (
     Window,
     allowed,
