@@ -38,8 +38,6 @@ CASES = [
     "b=3 sq=900 sk=900 hq=16 hk=8 d=256 left=200 right=30 layout=sbhd",
 ]
 WIDTHS = [(64, 64), (192, 128), (256, 256)]
-# Sums of d 256 have no segments (docs/numerics.md): over more keys delta is off by more than that.
-SHAPES = [(n, *w) for w in WIDTHS for n in (512, 2048, 8192) if (n, w[0]) != (8192, 256)]
 # Relative error of float32 gradients rounded to BF16 once.
 STORED = 1.7e-3
 
@@ -62,10 +60,17 @@ def test_repeats_have_equal_bits(line: str, stabilizer: str) -> None:
 
 
 @pytest.mark.parametrize("stabilizer", NAMES)
-@pytest.mark.parametrize("n, d, dv", SHAPES)
+@pytest.mark.parametrize("d, dv", WIDTHS)
+@pytest.mark.parametrize("n", [512, 2048, 8192])
 @pytest.mark.parametrize("regime", REGIMES)
-def test_gradients_of_the_regimes(regime: str, n: int, d: int, dv: int, stabilizer: str) -> None:
+def test_gradients_of_the_regimes(
+    request: pytest.FixtureRequest, regime: str, n: int, d: int, dv: int, stabilizer: str
+) -> None:
     """At most 2.5 times the error of rounding the outputs once, in every regime."""
+    one_key = stabilizer == "compensated_projected"
+    if one_key and (n, d) == (8192, 256) and regime in ("diffuse", "kbias"):
+        reason = "sums of d 256 have no segments (docs/numerics.md), so delta is off: 0.0045"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     q, k, v, dout = (x[None] for x in make_regime(regime, heads=4, n=n, d=d, device=DEVICE))
     v, dout = v[..., :dv], dout[..., :dv]
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
