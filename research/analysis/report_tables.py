@@ -124,8 +124,8 @@ def losses() -> str:
     own = [run["run"] for run in rows_of("attribution") if run["cell"] in cells]
     pairs += [(run, f"compensated-{run[-2:]}") for run in own]
     pairs += [(f"compensated-s{n}, BF16 stream, to 8,000", f"compensated-s{n}") for n in (1, 2)]
-    to_8000 = "-s1, BF16 stream, to 8,000"
-    pairs.append((f"compensated_projected{to_8000}", f"compensated{to_8000}"))
+    to_8000 = [f"-s{n}, BF16 stream, to 8,000" for n in (1, 2)]
+    pairs += [(f"compensated_projected{of}", f"compensated{of}") for of in to_8000]
     controls = {"bf16": "bf16-s1", "no_qk_norm": "bf16_no_qk_norm-s1"}
     for run in rows_of("int8"):
         other = controls.get(run["cell"], f"bf16-s{run['seed']}") + ", of int8"
