@@ -2,13 +2,14 @@
 """Errors and time of the projecting stabilizers on one GPU, beside SDPA and FP32 attention.
 
     PYTHONPATH=kernels python research/projection.py [errors] [logits] [times] [captures FILE ...]
+    PYTHONPATH=kernels python research/projection.py stock FILE ...
 
 Writes the parts of these names of docs/assets/projection.json. Errors are relative norms against
 float64. ``errors``: the regimes of tests/regimes.py, causal, d 64, from 512 to 32,768 keys.
 ``logits``: a few heavy keys at logits from 1e2 to 1e6, scores exact in float32. ``times``: medians
 of CUDA-event intervals, all numerics in turn, on the portable kernels and, on sm_90, on its own.
 ``captures``: every head of causal captures that runs left, by default those of
-tests/stability/captures.
+tests/stability/captures. ``stock``: the same of a stock model's (research/stock.py).
 """
 
 from __future__ import annotations
@@ -220,9 +221,11 @@ def main() -> None:
     given = sys.argv[1:]
     files = [Path(x) for x in given if x.endswith(".pt")]
     parts["captures"] = lambda: captures(files)
-    for part in [x for x in given if not x.endswith(".pt")] or parts:
+    for part in [x for x in given if not x.endswith(".pt")] or list(parts):
+        if part == "stock" and not files:
+            raise SystemExit("stock: name the captures that research/stock.py wrote")
         rows = []
-        for row in parts[part]():
+        for row in parts[part if part != "stock" else "captures"]():
             rows.append(row)
             print(row, flush=True)
             write_result("projection", {"rows": rows}, part=part)
