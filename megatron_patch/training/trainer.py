@@ -256,7 +256,7 @@ class Trainer:
         self._keep_optimizer_kernel()
         for line in self.inheritance.resume(
             self.checkpointer, self.session.schedule, step=self.position.step,
-            batch=self._next_batch,
+            skips=self.spikes.skips,
         ):  # fmt: skip
             self.monitor.say(line)
 
