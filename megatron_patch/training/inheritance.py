@@ -183,7 +183,7 @@ class Inheritance:
     def _place_data(self, parent: Parent, batch: int, *, fresh: bool) -> list[str]:
         position = parent.position
         if fresh or position is None:
-            nothing = Position(batch, batch, 0, (), (), (), (), "")
+            nothing = Position(batch, batch, 1, (), (), (), (), "")
             self._loaders.start_from(nothing, batch)
         if fresh:
             counts = [
