@@ -31,6 +31,18 @@ def test_test_only_comes_before_submitting(launch, shims, capsys):
     assert (shims.run / "logs").is_dir()
 
 
+def test_a_job_that_goes_on_keeps_the_defaults_that_the_run_began_with(launch, shims):
+    """What the job reads has every value written out: there nobody can tell a default."""
+    lines = ["training: {seed: 1234}", "data: {seed: null}"]  # of before the keys
+    shims.run.mkdir(exist_ok=True)
+    (shims.run / "config.yaml").write_text("\n".join(lines))
+    assert launch() == 0
+    written = (shims.run / "launch" / "config.yaml").read_text()
+    assert "  split: [0.98, 0.01, 0.01]\n" in written and "  compile_fusions: false\n" in written
+    assert launch("--set", "data.split=[0.99, 0.01, 0.0]") == 0
+    assert "  split: [0.99, 0.01, 0.0]\n" in (shims.run / "launch" / "config.yaml").read_text()
+
+
 def test_refused_shape_is_not_submitted(launch, shims, capsys):
     (shims.shim / "test_only").write_text("1")
     assert launch() == 2
