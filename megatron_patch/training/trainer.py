@@ -270,7 +270,9 @@ class Trainer:
         at = ResumePoint(
             self.position.step, self.position.switched_at, extra, has_saved, rewound=rewound
         )
-        self.session.skipped = int(extra["faults"]["skipped"]) if "faults" in extra else 0
+        faults = extra.get("faults", {})
+        self.session.skipped = int(faults.get("skipped", 0))
+        self.session.guard.nonfinite = int(faults.get("nonfinite", 0))  # not of earlier versions
         for watcher in self.session.watchers:
             watcher.load_state(at)
 
@@ -401,6 +403,7 @@ class Trainer:
         for watcher in self.session.watchers:
             found |= watcher.state()
         found["faults"]["skipped"] = self.session.skipped
+        found["faults"]["nonfinite"] = self.session.guard.nonfinite
         found[DATA_RECORD] = self.loaders.identities
         found["data"] = self.loaders.position(self._next_batch)
         return found
