@@ -115,6 +115,8 @@ class RunDirectory:
                 check_file(root / name, appended=False)
             if not root.samefile(self.path):  # one directory, one lock
                 self.lock(key, root)
+            if not os.access(root, os.W_OK | os.X_OK):  # files that are there open all the same
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(root))
 
 
 def take(loaded: Loaded, layout: Layout) -> RunDirectory:
