@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from megatron_patch.checkpoint import last_checkpoint
 from megatron_patch.data.loader import Loaders
 from megatron_patch.parallel.first_rank import on_first_rank
 from megatron_patch.parallel.setup import Layout
@@ -101,10 +102,13 @@ def keep_recorded(loaded: Loaded) -> Loaded:
     """The configuration of a run that goes on: defaults are those it recorded, not newer ones.
 
     Of the keys in `EARLIER` that nobody has set. A record that cannot be read is judged by
-    `check_settings`.
+    `check_settings`; that of a start before any step, which may have failed for it, does not count.
     """
+    path = loaded.config.directory
     try:
-        record = yaml.safe_load((loaded.config.directory / "config.yaml").read_text())
+        if not any((path / name).exists() for name in ("metrics.csv", last_checkpoint.FILE)):
+            return loaded
+        record = yaml.safe_load((path / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return loaded
     run, tree = loaded.config, dict(loaded.tree)

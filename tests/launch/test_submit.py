@@ -36,6 +36,7 @@ def test_a_job_that_goes_on_keeps_the_defaults_that_the_run_began_with(launch, s
     lines = ["training: {seed: 1234}", "data: {seed: null}"]  # of before the keys
     shims.run.mkdir(exist_ok=True)
     (shims.run / "config.yaml").write_text("\n".join(lines))
+    (shims.run / "metrics.csv").touch()
     assert launch() == 0
     written = (shims.run / "launch" / "config.yaml").read_text()
     assert "  split: [0.98, 0.01, 0.01]\n" in written and "  compile_fusions: false\n" in written
