@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from megatron_patch.checkpoint import last_checkpoint
+from megatron_patch.checkpoint.directory import CheckpointDirectory
 from megatron_patch.data.loader import Loaders
 from megatron_patch.parallel.first_rank import on_first_rank
 from megatron_patch.parallel.setup import Layout
@@ -102,11 +103,12 @@ def keep_recorded(loaded: Loaded) -> Loaded:
     """The configuration of a run that goes on: defaults are those it recorded, not newer ones.
 
     Of the keys in `EARLIER` that nobody has set. A record that cannot be read is judged by
-    `check_settings`; that of a start before any step, which may have failed for it, does not count.
+    `check_settings`. Without a checkpoint nothing goes on, and what failed before may have failed
+    for a value that is recorded.
     """
-    path = loaded.config.directory
+    path, store = loaded.config.directory, loaded.config.checkpoint_directory
     try:
-        if not any((path / name).exists() for name in ("metrics.csv", last_checkpoint.FILE)):
+        if not (last_checkpoint.has_saved(path) or CheckpointDirectory(store).complete_names()):
             return loaded
         record = yaml.safe_load((path / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError):

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from megatron_patch.checkpoint import last_checkpoint
 from megatron_patch.cli import app
 from megatron_patch.launcher.submit import LaunchError
 
@@ -36,7 +37,7 @@ def test_a_job_that_goes_on_keeps_the_defaults_that_the_run_began_with(launch, s
     lines = ["training: {seed: 1234}", "data: {seed: null}"]  # of before the keys
     shims.run.mkdir(exist_ok=True)
     (shims.run / "config.yaml").write_text("\n".join(lines))
-    (shims.run / "metrics.csv").touch()
+    last_checkpoint.remember(shims.run, shims.run / "x", step=3)
     assert launch() == 0
     written = (shims.run / "launch" / "config.yaml").read_text()
     assert "  split: [0.98, 0.01, 0.01]\n" in written and "  compile_fusions: false\n" in written

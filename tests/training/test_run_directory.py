@@ -11,6 +11,7 @@ import pytest
 import yaml
 from minimal_config import TINY
 
+from megatron_patch.checkpoint import last_checkpoint
 from megatron_patch.schema.problem import ConfigError, Problem
 from megatron_patch.training import resume_rules, run_directory
 
@@ -70,6 +71,7 @@ def test_what_is_refused_later_leaves_no_record(tiny):
     assert not problems and [path.read_text() for path in records] != before
     directory.close()
     assert [path.read_text() for path in records] == before
+    last_checkpoint.remember(first.path, first.path / "x", step=3)
     assert resume_rules.keep_recorded(tiny()).dump_yaml() == before[0]
     start(tiny("training.train_steps=40"))
     assert "train_steps: 40" in records[0].read_text()
