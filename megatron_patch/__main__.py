@@ -24,8 +24,25 @@ def shadowed():
     )
 
 
+def open_streams():
+    """Open what whoever started this process has closed of its standard streams.
+
+    A file opened later would take the number, and get what libraries print.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number is free
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
 def main(argv=None):
     """Run the command line; returns the exit code."""
+    open_streams()
     problem = shadowed()
     if problem is not None:
         sys.stderr.write(problem + "\n")

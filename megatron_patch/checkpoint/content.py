@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,9 +111,16 @@ def add_optimizer(
 
 
 def check_options(
-    info: Mapping[str, Any], *, distributed_optimizer: bool, precision: str, layout: dict[str, Any]
+    info: Mapping[str, Any],
+    *,
+    carried: Collection[str],
+    distributed_optimizer: bool,
+    precision: str,
+    layout: dict[str, Any],
 ) -> None:
     """Compare what a manifest says with this run, before a request is built.
+
+    ``carried``: what is taken over beside the weights.
 
     Raises MismatchError: an option that cannot change on a resume differs.
     """
@@ -121,11 +128,13 @@ def check_options(
         "set it back, or start a new run from it with checkpoint.load_from, without optimizer in "
         "checkpoint.carry_over"
     )
-    if info.get("weights_only"):
+    if info.get("weights_only") and ("optimizer" in carried or "step" in carried):
         raise MismatchError(
             "it holds weights only, no optimizer, schedule or position in the data: start from it "
             "with checkpoint.load_from and checkpoint.load_weights_only: true"
         )
+    if "optimizer" not in carried:
+        return
     if info.get("distributed_optimizer") != distributed_optimizer:
         raise MismatchError(
             "it was saved with parallel.use_distributed_optimizer: "

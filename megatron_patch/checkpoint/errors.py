@@ -42,8 +42,8 @@ class BadCheckpoint(Exception):
         """``kind``: a slug for file names (``hash``, ``size`` ...); ``reason``: a sentence.
 
         ``damaged`` is False where the directory itself may be fine (an unreadable disk, another
-        key): such a directory is passed over but not moved aside. ``passing`` where it may be
-        read the next time, or on another node.
+        key). ``passing`` where it may be read the next time, or on another node: it is not given up
+        for an older one.
         """
         super().__init__(reason)
         self.kind, self.reason, self.damaged, self.passing = kind, reason, damaged, passing
@@ -101,7 +101,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def unreadable(name: str, error: Exception) -> BadCheckpoint:
-    """A file or directory that could not be read: passed over, and left where it is."""
+    """A file or directory that could not be read, and may be fine."""
     text = f"cannot read {name}: {error}"
     return BadCheckpoint("unreadable", text, damaged=False, passing=is_passing(error))
 

@@ -387,8 +387,7 @@ class Checkpointer:
             "layout": self._shape(),
         }
         try:
-            if "optimizer" in carried:
-                together(lambda: content.check_options(info, **ours))
+            together(lambda: content.check_options(info, carried=carried, **ours))
             index = together(lambda: read_metadata(path, sizes))
             if not own and self._inherit is not None:
                 self._inherit(path, dict(together(lambda: content.read({}, path, index))["run"]))

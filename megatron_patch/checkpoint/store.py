@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -304,12 +305,14 @@ class CheckpointStore:
         """The newest good checkpoint, verified; None when there is none at all. Collective.
 
         Why newer ones were refused is logged, and they are moved aside, but not in the store of
-        another run (``own``: False). Where none is good all stay, and the next attempt ends alike.
+        another run (``own``: False). Where none is good, or a newer one only could not be read this
+        time, all stay.
 
         ``accept``: called on all ranks with a verified checkpoint; may refuse it by BadCheckpoint.
 
         Raises CheckpointError: there are checkpoints and none of these is good, or ``latest`` was
-        edited; an UnavailableError where all of them only could not be read this time.
+        edited; an UnavailableError where one newer than the good ones, or all of them, only could
+        not be read this time.
         """
 
         def look() -> list[str]:
@@ -327,6 +330,7 @@ class CheckpointStore:
         for name in names:
             try:
                 found = self.check(self.root / name)
+                self._refuse_older(name, refused, own=own)
                 if accept is not None:
                     accept(found)
             except BadCheckpoint as bad:
@@ -351,6 +355,23 @@ class CheckpointStore:
                 passing=all(bad.passing for bad in refused.values()),
             )
         return None
+
+    def _refuse_older(self, name: str, refused: Mapping[str, BadCheckpoint], *, own: bool) -> None:
+        """Do not give steps up for a newer checkpoint that only could not be read this time.
+
+        Raises UnavailableError: the next attempt may read it; nothing was moved.
+        """
+        for newer, bad in refused.items():
+            if bad.passing:
+                here = f"checkpoint.load_from: {self.root / name}"
+                if own:
+                    here = "megatron-patch checkpoint rollback"
+                    here += f" {shlex.quote(str(self.root))} --to {name}"
+                raise no_checkpoint(
+                    f"{newer} could not be read this time: {bad.reason}; nothing was moved, and "
+                    f"the next attempt may read it; to give it up for {name}: {here}",
+                    passing=True,
+                )
 
     def check(self, path: str | Path) -> Found:
         """Verify one checkpoint directory. Collective: ranks hash different files.

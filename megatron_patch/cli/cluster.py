@@ -93,7 +93,9 @@ def add_parser(commands: Subparsers) -> None:
 def run_launch(args: argparse.Namespace) -> int:
     loaded = load(args.config, args.overrides, for_job=True)
     from megatron_patch.launcher import render, submit
+    from megatron_patch.training.resume_rules import keep_recorded
 
+    loaded = keep_recorded(loaded)  # what the job reads has every value written out
     job = submit.build_job(loaded, args.nodes)
     memory = None if args.no_plan else submit.check_fit(job)
     if memory is not None:

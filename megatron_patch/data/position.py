@@ -188,9 +188,9 @@ class Order:
         same = (
             batch == position.batch
             and (self.batch_size, self.rampup) == (position.batch_size, position.rampup)
-            and self.blend.shares() == Blend(position.weights).shares()
             and [(s.identity, s.key) for s in sources]
-            == [(t.source.identity, t.source.key) for t in position.reading]
+            == [(t.source.identity, t.source.key) for t in position.reading]  # which may be none
+            and self.blend.shares() == Blend(position.weights).shares()
         )
         if same:
             return self._with(sources, position)

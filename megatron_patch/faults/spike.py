@@ -21,7 +21,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -268,11 +268,15 @@ class SpikePolicy(Watcher):
             self.detector.history.extend((float(a), float(b)) for a, b in saved["history"])
         if at.rewound:  # the windows are those that `plan_rewind` made
             return
-        found = on_first_rank(lambda: skips.read(self._run_dir), ValueError, rank=self._layout.rank)
+        found, own = on_first_rank(
+            lambda: (skips.read(self._run_dir), at.has_saved), ValueError, rank=self._layout.rank
+        )
         if found is not None:
             self.skips = found
         elif saved is not None:
             self.skips = Skips.from_dict(saved["skips"])
+            if not own:  # those of the run that this one starts from are not counted here
+                self.skips = replace(self.skips, rewinds=0)
             if self.skips.windows and self._layout.print_rank:
                 skips.write(self._run_dir, self.skips)
         if self.skips.windows:

@@ -98,6 +98,13 @@ def job_problems(job: Job) -> Iterator[Problem]:
             f"{run.training.exit_at_step}: a job that stops there is continued "
             f"(cluster.continuation: {c.continuation}); set cluster.continuation: none",
         )
+    if run.checkpoint.resume == "never" and (c.continuation != "none" or c.max_restarts):
+        yield Problem(
+            "checkpoint.resume",
+            f"never, but the job goes on after a stop or a crash (cluster.continuation: "
+            f"{c.continuation}, max_restarts: {c.max_restarts}) and would refuse its own run: use "
+            "auto",
+        )
     yield from world_size_problems(run, job.world_size)
     for path, folder in (("run_dir", job.run_dir), ("working directory", job.work_dir)):
         if not PATH.fullmatch(str(folder)):

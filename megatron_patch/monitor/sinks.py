@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics
+from megatron_patch.runtime.files import write_whole
 from megatron_patch.runtime.records import BestEffort, StepCsv, gap
 from megatron_patch.schema.logging import WandbConfig
 
@@ -97,15 +99,17 @@ class WandbSink:
         import wandb
 
         id_file = run_dir / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(wandb.util.generate_id() + "\n")
+        run_id = id_file.read_text().strip("\0 \n") if id_file.exists() else ""
+        if not run_id:  # what a crash may leave of a file that was not written whole
+            run_id = uuid.uuid4().hex
+            write_whole(id_file, run_id + "\n")
         self._best_effort = BestEffort("the record of Weights & Biases")
         self._run = wandb.init(
             project=config.project,
             entity=config.entity,
             mode=config.mode,
             name=name,
-            id=id_file.read_text().strip(),
+            id=run_id,
             resume="allow",
             dir=str(run_dir),
             config=settings,

@@ -132,8 +132,22 @@ def check_world_size(run: RunConfig, world_size: int) -> None:
 
 
 def launched_world_size() -> int:
-    """Ranks torchrun started, or 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Ranks torchrun started, or 1 without it.
+
+    Raises LayoutError: its variable is no number of ranks.
+    """
+    return _number("WORLD_SIZE", 1, 1 << 31) if os.environ.get("WORLD_SIZE") else 1
+
+
+def _number(name: str, least: int, end: int) -> int:
+    """One of torchrun's variables, in ``least`` .. ``end`` - 1."""
+    text = os.environ[name]
+    digits = text.isascii() and text.isdecimal() and len(text) <= 10
+    if not digits or not least <= int(text) < end:
+        problem = f"{name} is {text[:40]!r} in the environment, a number from {least} to {end - 1} "
+        problem += "is needed: start ranks with torchrun"
+        raise LayoutError([Problem("parallel", problem)])
+    return int(text)
 
 
 def _launch_environment() -> tuple[int, int, int, torch.distributed.Store | None]:
@@ -142,22 +156,24 @@ def _launch_environment() -> tuple[int, int, int, torch.distributed.Store | None
     Its store listens from here on: a port that was only looked for could be another process's by
     the time it is used.
 
-    Raises LayoutError: the environment holds some of torchrun's variables but not all.
+    Raises LayoutError: the environment holds some of torchrun's variables but not all, or none of
+    their values.
     """
     store: torch.distributed.Store | None = None
     global _own_port
-    have = [v for v in TORCHRUN_VARIABLES if v in os.environ]
-    own = os.environ.get("MASTER_PORT") == _own_port
+    have = [v for v in TORCHRUN_VARIABLES if os.environ.get(v)]
+    own = _own_port is not None and os.environ.get("MASTER_PORT") == _own_port
     if own or not {"RANK", "WORLD_SIZE"} & set(have):
         store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         _own_port = str(store.port)
         os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=_own_port)
-    elif missing := [v for v in TORCHRUN_VARIABLES if v not in os.environ]:
+    elif missing := [v for v in TORCHRUN_VARIABLES if v not in have]:
         problem = f"{', '.join(have)} set but {', '.join(missing)} not: start ranks with torchrun"
         raise LayoutError([Problem("parallel", problem)])
-    rank, size, local = (int(os.environ[v]) for v in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    return rank, size, local, store
+    _number("MASTER_PORT", 1, 1 << 16)
+    size = launched_world_size()
+    return _number("RANK", 0, size), size, _number("LOCAL_RANK", 0, size), store
 
 
 def _communication_environment(run: RunConfig) -> None:

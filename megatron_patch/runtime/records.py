@@ -216,7 +216,12 @@ class StepCsv(AppendOnlyFile):
         if not self.path.exists():
             return
         with self.path.open("rb+") as file:
-            names = self._names(header := file.readline())
+            header = file.readline()
+            if header and not header.strip(b"\0") and not file.read(1):  # all of it is lost
+                self.zeros_after = 0
+                file.truncate(0)
+                return
+            names = self._names(header)
             if not header.endswith(b"\n"):  # killed before the first line was whole
                 file.truncate(0)
                 return

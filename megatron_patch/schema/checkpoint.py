@@ -70,12 +70,6 @@ class CheckpointConfig:
                 "is never read with resume: required, which fails without a checkpoint of the "
                 "run's own; use resume: auto",
             )
-        if self.load_from is not None and not os.path.isdir(self.load_from):
-            yield Problem(
-                "checkpoint.load_from",
-                f"{self.load_from!r} is not a directory; name a checkpoint, a run directory or its "
-                "checkpoints",
-            )
 
     @property
     def carried(self) -> frozenset[Carried]:

@@ -109,7 +109,7 @@ class Inheritance:
         return another_run(saved, self._loaded)
 
     def resume(
-        self, checkpointer: Checkpointer, scheduler: Any, *, step: int, batch: int
+        self, checkpointer: Checkpointer, scheduler: Any, *, step: int, skips: Skips
     ) -> list[str]:
         """Let data and schedule go on where the loaded checkpoint was. Collective.
 
@@ -117,7 +117,7 @@ class Inheritance:
             checkpointer: has loaded, or found nothing to load.
             scheduler: this run's; adapted.
             step: steps done.
-            batch: the global batch to come.
+            skips: global batches that this run leaves out.
 
         Returns lines for the log: the table of a start from another run, what a change changes.
 
@@ -126,7 +126,7 @@ class Inheritance:
         """
         check_begin(self._loaded.config, step=step)
         if self.parent is not None:
-            lines = self.begin(batch=batch)
+            lines = self.begin(step=step, skips=skips)
         else:
             lines = []
             check_length(self._loaded.config, step=step)
@@ -150,10 +150,15 @@ class Inheritance:
             )
             raise ConfigError([Problem("data", text)]) from None
 
-    def begin(self, *, batch: int) -> list[str]:
+    def begin(self, *, step: int, skips: Skips) -> list[str]:
         """Put the data where the other run left it, by this run's blend; the table."""
         parent = self.parent
         assert parent is not None
+        batch, ahead = skips.batch(step) + 1, skips.batch(step + 1)
+        # What is left out before the first step lies behind where the data goes on: counted from
+        # the first step, it would be read in spite of the list.
+        if parent.position is not None and batch <= parent.position.batch <= ahead:
+            batch = parent.position.batch  # which counts what that run left out
         run = self._loaded.config
         carried, intended = run.checkpoint.carried, run.checkpoint.intended_changes
         fresh = "data" not in carried
@@ -177,6 +182,9 @@ class Inheritance:
 
     def _place_data(self, parent: Parent, batch: int, *, fresh: bool) -> list[str]:
         position = parent.position
+        if fresh or position is None:
+            nothing = Position(batch, batch, 1, (), (), (), (), "")
+            self._loaders.start_from(nothing, batch)
         if fresh:
             counts = [
                 f"{taken.source.name}: {taken.describe()} by it, none counts here"
@@ -184,8 +192,6 @@ class Inheritance:
             ]
             return [*counts, "every dataset starts at its first sample"]
         if position is None:
-            nothing = Position(batch, batch, 1, (), (), (), (), "")
-            self._loaders.start_from(nothing, batch)
             return ["every dataset starts at its first sample: nothing is left out, and what the "
                     "checkpoint's run has read is read again"]  # fmt: skip
         return self._loaders.start_from(position, batch)

@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from megatron_patch.checkpoint import last_checkpoint
+from megatron_patch.checkpoint.directory import CheckpointDirectory
 from megatron_patch.data.loader import Loaders
 from megatron_patch.parallel.first_rank import on_first_rank
 from megatron_patch.parallel.setup import Layout
@@ -101,10 +103,14 @@ def keep_recorded(loaded: Loaded) -> Loaded:
     """The configuration of a run that goes on: defaults are those it recorded, not newer ones.
 
     Of the keys in `EARLIER` that nobody has set. A record that cannot be read is judged by
-    `check_settings`.
+    `check_settings`. Without a checkpoint nothing goes on, and what failed before may have failed
+    for a value that is recorded.
     """
+    path, store = loaded.config.directory, loaded.config.checkpoint_directory
     try:
-        record = yaml.safe_load((loaded.config.directory / "config.yaml").read_text())
+        if not (last_checkpoint.has_saved(path) or CheckpointDirectory(store).complete_names()):
+            return loaded
+        record = yaml.safe_load((path / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return loaded
     run, tree = loaded.config, dict(loaded.tree)

@@ -61,9 +61,22 @@ class RunDirectory:
     """Lines for people: what changed since the last attempt."""
     finished: bool = False
     _locks: list[IO[str]] = field(default_factory=list)
+    _before: dict[Path, str] = field(default_factory=dict)
+    """What the attempt before recorded, where this one recorded something else."""
+
+    def settle(self) -> None:
+        """The run goes on with this configuration, which nothing has refused."""
+        self._before = {}
 
     def close(self) -> None:
-        """Let other processes have the directory, and that of the checkpoints."""
+        """Let other processes have the directory, and that of the checkpoints.
+
+        What a refused attempt recorded goes: the next one goes on from what was trained.
+        """
+        for path, text in self._before.items():
+            with contextlib.suppress(OSError):
+                write_whole(path, text)
+        self.settle()
         while self._locks:
             self._locks.pop().close()
 
@@ -115,6 +128,8 @@ class RunDirectory:
                 check_file(root / name, appended=False)
             if not root.samefile(self.path):  # one directory, one lock
                 self.lock(key, root)
+            if not os.access(root, os.W_OK | os.X_OK):  # files that are there open all the same
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(root))
 
 
 def take(loaded: Loaded, layout: Layout) -> RunDirectory:
@@ -173,7 +188,7 @@ def open_run(loaded: Loaded, report: dict[str, Any]) -> RunDirectory:
             directory.finished = _finished(path, run)
             _check_files(path, run, finished=directory.finished)
             if not directory.finished:
-                directory.notes += _record(loaded, path, report)
+                directory.notes += _record(loaded, directory, report)
     except ConfigError:
         directory.close()
         raise
@@ -247,8 +262,9 @@ def _check_files(path: Path, run: RunConfig, *, finished: bool) -> None:
         check_file(path / TELEMETRY / "meta.json", appended=False)
 
 
-def _record(loaded: Loaded, path: Path, report: dict[str, Any]) -> list[str]:
+def _record(loaded: Loaded, directory: RunDirectory, report: dict[str, Any]) -> list[str]:
     """Configuration, origins and environment of this attempt; what of the software has changed."""
+    path = directory.path
     file = path / "environment.json"
     attempts: list[Any] = []
     if file.exists():
@@ -257,11 +273,15 @@ def _record(loaded: Loaded, path: Path, report: dict[str, Any]) -> list[str]:
         except (ValueError, KeyError, TypeError):
             os.replace(file, path / f"environment.unreadable_{time.time_ns()}.json")
     text = loaded.dump_yaml()
-    saved = path / "config.yaml"
-    if saved.exists() and saved.read_text() != text:
-        os.replace(saved, path / f"config.attempt_{max(len(attempts), 1)}.yaml")
-    write_whole(saved, text)
-    write_whole(path / "origins.yaml", loaded.dump_origins())
+    records = {path / "config.yaml": text, path / "origins.yaml": loaded.dump_origins()}
+    for saved in records:
+        if saved.exists():
+            directory._before[saved] = saved.read_text(errors="replace")
+    old = directory._before.get(path / "config.yaml", text)
+    if old != text:
+        write_whole(path / f"config.attempt_{max(len(attempts), 1)}.yaml", old)
+    for saved, content in records.items():
+        write_whole(saved, content)
     before = attempts[-1] if attempts and isinstance(attempts[-1], dict) else {}
     attempts.append({"utc": utc(), **report})
     write_whole(file, json.dumps({"attempts": attempts}, indent=1) + "\n")

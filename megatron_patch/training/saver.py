@@ -49,12 +49,14 @@ class Saver:
 
         Raises SaveError: it failed MAX_FAILURES times in a row.
         """
+        # A background save that is still written, and fails, is no reason to leave this one out.
+        self.poll(blocking=True)
         self._attempt(lambda: self.checkpointer.save(state), state.step)
 
-    def poll(self) -> None:
-        """Commit a background save that is ready; fails as `save` does."""
+    def poll(self, *, blocking: bool = False) -> None:
+        """Commit a background save that is ready, or will be; fails as `save` does."""
         if self.checkpointer.saving:
-            self._attempt(lambda: self.checkpointer.finalize(blocking=False), self._saved)
+            self._attempt(lambda: self.checkpointer.finalize(blocking=blocking), self._saved)
 
     def save_last(self, state: TrainState) -> None:
         """The checkpoint a run ends with, committed when this returns.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -130,6 +131,7 @@ def _train(loaded: Loaded, layout: Layout, stop: StopFlags) -> None:
         for line in directory.notes:
             monitor.say(line)
         trainer = Trainer(loaded, layout, stop=stop, monitor=monitor)
+        trainer.accepted = directory.settle
         try:
             trainer.run_to_end()
         except Exception as error:
@@ -158,6 +160,9 @@ def _refuse_repeated_crash(layout: Layout, run_dir: Path) -> None:
 
 class Trainer:
     """The parts of one attempt and the loop over them. Every method is collective."""
+
+    accepted: Callable[[], None] = staticmethod(lambda: None)
+    """Called when nothing has refused to go on with this configuration. Local."""
 
     # ------------------------------------------------------------------------------- build
 
@@ -227,6 +232,7 @@ class Trainer:
     def run_to_end(self) -> None:
         """Resume, train, save; leaves FINISHED when train_steps was reached."""
         self._resume()
+        self.accepted()
         self._begin = self.position.step
         self.monitor.start(self._begin, has_saved=self._has_saved(), settings=self.loaded.tree)
         try:
@@ -256,7 +262,7 @@ class Trainer:
         self._keep_optimizer_kernel()
         for line in self.inheritance.resume(
             self.checkpointer, self.session.schedule, step=self.position.step,
-            batch=self._next_batch,
+            skips=self.spikes.skips,
         ):  # fmt: skip
             self.monitor.say(line)
 
@@ -270,7 +276,9 @@ class Trainer:
         at = ResumePoint(
             self.position.step, self.position.switched_at, extra, has_saved, rewound=rewound
         )
-        self.session.skipped = int(extra["faults"]["skipped"]) if "faults" in extra else 0
+        faults = extra.get("faults", {})
+        self.session.skipped = int(faults.get("skipped", 0))
+        self.session.guard.nonfinite = int(faults.get("nonfinite", 0))  # not of earlier versions
         for watcher in self.session.watchers:
             watcher.load_state(at)
 
@@ -401,6 +409,7 @@ class Trainer:
         for watcher in self.session.watchers:
             found |= watcher.state()
         found["faults"]["skipped"] = self.session.skipped
+        found["faults"]["nonfinite"] = self.session.guard.nonfinite
         found[DATA_RECORD] = self.loaders.identities
         found["data"] = self.loaders.position(self._next_batch)
         return found

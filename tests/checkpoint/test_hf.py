@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from megatron_cpu import MLA, tiny_run
 from rank_pool import convert, save
 
-from megatron_patch.checkpoint import hf, hf_config, hf_weights
+from megatron_patch.checkpoint import content, hf, hf_config, hf_weights
+from megatron_patch.checkpoint.errors import MismatchError
 from megatron_patch.checkpoint.inspect import RequestError
 from megatron_patch.schema.model import MoEConfig, MTPConfig
 
@@ -207,6 +209,18 @@ def test_rows_of_the_vocabulary_follow_from_the_tokenizer():
         step = hf._divisor(ids, padded)
         assert -(-ids // step) * step == padded
     assert hf._divisor(50257, 50304) == 128
+
+
+@pytest.mark.parametrize("carried", [("optimizer",), ("step",), ("data",), ()])
+def test_an_import_gives_weights_and_nothing_else(carried):
+    """A schedule that is asked of it was once a checkpoint that cannot be loaded."""
+    ours: dict[str, Any] = {"distributed_optimizer": True, "precision": "bf16", "layout": {}}
+    info = {"weights_only": True, "precision": "fp32"}
+    if {"optimizer", "step"} & {*carried}:
+        with pytest.raises(MismatchError, match=r"checkpoint\.load_weights_only: true"):
+            content.check_options(info, carried=carried, **ours)
+    else:
+        content.check_options(info, carried=carried, **ours)
 
 
 def test_any_layout_is_exported_alike(ranks, tmp_path):

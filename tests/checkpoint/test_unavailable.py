@@ -59,6 +59,28 @@ def test_checkpoints_that_cannot_be_read_now_are_tried_again(
     assert all(path.is_dir() for path in paths)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_no_steps_are_given_up_for_a_read_that_fails_once(tmp_path, monkeypatch, own):
+    """The next attempt continues from the newest; by a command a person takes the older one."""
+    store = CheckpointStore(tmp_path)
+    first, newest = (save(store, step) for step in (1, 2))
+    hash_file = manifest.hash_file
+
+    def fail(folder: Path, *args: Any, **kwargs: Any) -> Any:
+        if folder == newest:
+            raise EIO
+        return hash_file(folder, *args, **kwargs)
+
+    monkeypatch.setattr(manifest, "hash_file", fail)
+    with pytest.raises(UnavailableError, match="could not be read this time") as caught:
+        store.find(own=own)
+    remedy = f"rollback {tmp_path} --to {first.name}" if own else f"load_from: {first}"
+    assert str(caught.value).endswith(remedy) and newest.is_dir()
+    monkeypatch.setattr(manifest, "hash_file", hash_file)
+    found = store.find(own=own)
+    assert found is not None and found.path == newest
+
+
 def test_one_damaged_checkpoint_among_unreadable_ones_is_for_a_person(tmp_path, monkeypatch):
     found = CheckpointStore(tmp_path)
     save(found, 1)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -106,3 +107,19 @@ def test_module_and_script_are_the_same_program():
     }
     assert len(outputs) == 1
     assert "usage: megatron-patch" in outputs.pop()
+
+
+def test_closed_streams_are_opened():
+    """What a library prints would go into the first file that is opened: a lock, a shard."""
+    code = (
+        "import os, sys; os.close(0); os.close(1); os.close(2); sys.stdout = sys.stderr = None\n"
+        "from megatron_patch.__main__ import open_streams; open_streams()\n"
+        "file = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT); assert file == 3, file\n"
+        "print('lost', flush=True); print('lost', file=sys.stderr, flush=True)\n"
+        "assert not sys.stdout.isatty() and os.get_inheritable(1)\n"
+        "os.write(file, b'kept')"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "file"
+        done = subprocess.run([sys.executable, "-c", code, str(file)], cwd=PACKAGE.parent)
+        assert done.returncode == 0 and file.read_text() == "kept"

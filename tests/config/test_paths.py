@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from minimal_config import MINIMAL
 
 from megatron_patch import config
+from megatron_patch.checkpoint import last_checkpoint
 from megatron_patch.cli import app
 from megatron_patch.cli.common import as_path
 from megatron_patch.config import loader, types, yaml
@@ -250,6 +251,14 @@ def test_load_from_names_what_is_there(wish, tmp_path):
     Path("run.yaml").write_text(MINIMAL)
     with pytest.raises(config.ConfigError, match="is not a directory; name a checkpoint, a run"):
         config.load("run.yaml", [f"checkpoint.load_from={wish}"])
+
+
+def test_a_run_that_has_saved_needs_the_run_it_started_from_no_more(tmp_path):
+    """Its requeue, weeks later, must not end for good because the old checkpoints are gone."""
+    Path("run.yaml").write_text(MINIMAL)
+    last_checkpoint.remember(tmp_path, tmp_path / "x", step=3)
+    keys = ["checkpoint.load_from=gone", f"run_dir={tmp_path}"]
+    assert config.load("run.yaml", keys).config.checkpoint.load_from == "gone"
 
 
 LAUNCH = ["launch", "--config", "run.yaml", "--nodes", "1", "--dry-run",

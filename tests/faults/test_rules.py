@@ -23,6 +23,7 @@ from megatron_patch.faults import ledger, skips, straggler
 from megatron_patch.faults.skips import Skips, merged
 from megatron_patch.faults.spike import FILE, Detector, Spike, SpikePolicy, robust_score
 from megatron_patch.runtime.heartbeat import PULSE
+from megatron_patch.runtime.watcher import ResumePoint
 from megatron_patch.schema.faults import FaultsConfig, SpikeConfig
 from megatron_patch.schema.problem import ConfigError
 
@@ -296,3 +297,16 @@ def test_a_torn_line_of_the_spikes_swallows_no_other(tmp_path):
     policy.close()
     torn, *lines = file.read_text().splitlines()
     assert torn == '{"step": 3, "lo' and [json.loads(line)["step"] for line in lines] == [5, 7]
+
+
+@pytest.mark.parametrize(("own", "rewinds"), [(True, 2), (False, 0)])
+def test_rewinds_of_the_run_before_are_not_counted(tmp_path, own, rewinds):
+    """It had used them up, and the new one would end at its first spike; the windows stay."""
+    layout: Any = SimpleNamespace(rank=0, print_rank=True, world_size=1)
+    policy = SpikePolicy(
+        SpikeConfig(action="rewind"), MagicMock(), layout, roots=[], run_dir=tmp_path,
+        log=MagicMock(), samples=lambda batch: [],
+    )  # fmt: skip
+    saved = {"faults": {"history": [], "skips": Skips(((4, 3),), 2).as_dict()}}
+    policy.load_state(ResumePoint(9, 0, saved, has_saved=own))
+    assert policy.skips == Skips(((4, 3),), rewinds) == skips.read(tmp_path)

@@ -216,6 +216,8 @@ def test_bad_sections_are_refused(cluster, message, tmp_path):
     (1, ("cluster.gpus_per_node=0", "cluster.ranks_per_node=2"), "cuda", "ask for GPUs"),
     (1, (), "cpu", "would stand idle"),
     (1, ("training.exit_at_step=5",), "cuda", "continuation: none"),
+    (1, ("checkpoint.resume=never",), "cuda", "would refuse its own run: use auto"),
+    (1, ("checkpoint.resume=never", "cluster.continuation=none"), "cuda", "max_restarts: 2"),
     (7, (), "cuda", "multiple of micro_batch_size"),
 ])  # fmt: skip
 def test_bad_jobs_are_refused(nodes, sets, device, message, tmp_path):

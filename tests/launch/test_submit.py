@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from megatron_patch.checkpoint import last_checkpoint
 from megatron_patch.cli import app
 from megatron_patch.launcher.submit import LaunchError
 
@@ -29,6 +30,19 @@ def test_test_only_comes_before_submitting(launch, shims, capsys):
         assert (shims.run / "launch" / name).is_file()
     # The directory of --output exists: without it the job would die without a word.
     assert (shims.run / "logs").is_dir()
+
+
+def test_a_job_that_goes_on_keeps_the_defaults_that_the_run_began_with(launch, shims):
+    """What the job reads has every value written out: there nobody can tell a default."""
+    lines = ["training: {seed: 1234}", "data: {seed: null}"]  # of before the keys
+    shims.run.mkdir(exist_ok=True)
+    (shims.run / "config.yaml").write_text("\n".join(lines))
+    last_checkpoint.remember(shims.run, shims.run / "x", step=3)
+    assert launch() == 0
+    written = (shims.run / "launch" / "config.yaml").read_text()
+    assert "  split: [0.98, 0.01, 0.01]\n" in written and "  compile_fusions: false\n" in written
+    assert launch("--set", "data.split=[0.99, 0.01, 0.0]") == 0
+    assert "  split: [0.99, 0.01, 0.0]\n" in (shims.run / "launch" / "config.yaml").read_text()
 
 
 def test_refused_shape_is_not_submitted(launch, shims, capsys):

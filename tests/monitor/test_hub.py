@@ -259,3 +259,22 @@ def test_a_server_of_wandb_that_is_away_stops_no_restart(tmp_path, monkeypatch):
     monitor.start(500)
     monitor.close()
     assert "Weights & Biases cannot be opened (CommError: dial tcp" in said.getvalue()
+
+
+@pytest.mark.parametrize("left", [None, "", "\0\0\0", "abc\n"])
+def test_a_resumed_run_of_wandb_has_one_id(tmp_path, monkeypatch, left):
+    """Of whatever version of wandb, and although a crash left the file without its content."""
+    from megatron_patch.monitor.sinks import WandbSink
+    from megatron_patch.schema.logging import WandbConfig
+
+    ids: list[str] = []
+    wandb = types.ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setattr(wandb, "init", lambda id, **_: ids.append(id), raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    if left is not None:
+        (tmp_path / "wandb_id").write_text(left)
+    for _ in range(2):
+        WandbSink(WandbConfig(enabled=True), tmp_path, name="run", settings={})
+    assert ids[0] == ids[1] == (tmp_path / "wandb_id").read_text().strip()
+    assert ids[0] == "abc" if left == "abc\n" else ids[0].isalnum()

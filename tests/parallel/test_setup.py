@@ -11,6 +11,8 @@ from run_config import run_config
 from megatron_patch.parallel import setup
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "host",
+       "MASTER_PORT": "29500"}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +20,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setattr(setup, "_own_port", None)  # as in a process that has just started
 
 
 def test_without_torchrun_there_is_a_world_of_one():
@@ -41,6 +44,30 @@ def test_half_an_environment_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(setup.LayoutError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"):
+        setup._launch_environment()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", ["", None])
+def test_a_variable_that_is_missing_starts_no_world_of_one(monkeypatch, name, value):
+    """Without MASTER_PORT every rank once trained alone."""
+    for key, text in (TWO | {name: value}).items():
+        if text is not None:
+            monkeypatch.setenv(key, text)
+    with pytest.raises(setup.LayoutError, match=f"set but {name} not"):
+        setup._launch_environment()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "2"), ("RANK", "-1"), ("RANK", "x"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "2.0"),
+     ("LOCAL_RANK", "2"), ("LOCAL_RANK", "\u0661"), ("MASTER_PORT", "65536"),
+     ("WORLD_SIZE", "9" * 5000)],
+)  # fmt: skip
+def test_a_variable_of_no_rank_is_refused_by_name(monkeypatch, name, value):
+    for key, text in (TWO | {name: value}).items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(setup.LayoutError, match=f"{name} is '{value[:40]}' in the environment"):
         setup._launch_environment()
 
 

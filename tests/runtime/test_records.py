@@ -287,6 +287,14 @@ def test_zeros_in_the_middle_are_found(content, step, tmp_path):
     assert attempt(path).zeros_after == step
 
 
+def test_a_table_of_nothing_but_zeros_begins_anew(tmp_path):
+    """A node that loses power in the first minute leaves one, and the run must go on."""
+    path = tmp_path / "m.csv"
+    path.write_bytes(bytes(5000))
+    assert attempt(path, 7).zeros_after == 0
+    assert [row["step"] for row in read_rows(path)] == ["7"]
+
+
 @pytest.mark.parametrize(("steps", "start", "apart", "end"), [
     ([1, 2, 3, 4], 4, 1, None),
     ([1, 2, 3, 4], 3, 1, None),

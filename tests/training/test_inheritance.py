@@ -15,6 +15,7 @@ from training_ranks import figures, log_of, metrics, run_ranks
 
 from megatron_patch.config import load, types
 from megatron_patch.data.loader import Loaders, build_loaders
+from megatron_patch.faults.skips import Skips
 from megatron_patch.schema import kinds
 from megatron_patch.schema.problem import ConfigError
 from megatron_patch.schema.run import RunConfig
@@ -254,7 +255,7 @@ def test_a_position_that_no_one_recorded_is_derived_where_it_is_proven(
     def table() -> tuple[str, int]:
         inheritance, loaders = started(child)
         inheritance.check(path, state)
-        lines = inheritance.begin(batch=9)
+        lines = inheritance.begin(step=7, skips=Skips(((2, 2),)))
         return "\n".join(lines), int(loaders.samples("train", 9)[0]["window"])
 
     told, first = table()
@@ -273,6 +274,41 @@ def test_a_position_that_no_one_recorded_is_derived_where_it_is_proven(
     assert first == 0 and "its datasets cannot be looked at" in told
 
 
+@pytest.mark.parametrize(
+    ("carried", "step", "windows", "first"),
+    [
+        ("optimizer, step, data", 4, (), 32),
+        ("optimizer, step, data", 4, ((4, 3),), 56),  # batches 4 to 6 are known to be bad
+        ("optimizer, step, data", 4, ((3, 1),), 32),  # of the parent's steps
+        ("optimizer, data", 0, ((0, 2),), 48),
+        ("optimizer, step", 4, (), 0),  # its steps are not counted in the data
+        ("optimizer, step", 4, ((4, 3),), 24),
+        ("", 0, ((0, 2),), 16),
+    ],
+)
+def test_where_a_start_reads(tiny, started, corpus, tmp_path, carried, step, windows, first):
+    """Behind what the other run took, or at the first sample, and behind what is left out."""
+    data, skips = f"data.blend.0.path={corpus}", Skips(windows)
+    inheritance, loaders = started(tiny(data, *START, f"checkpoint.carry_over=[{carried}]"))
+    position = loaders.position(4)
+    inheritance.check(tmp_path, recorded(tiny(data), 4, data=position))
+    told = "\n".join(inheritance.begin(step=step, skips=skips))
+    assert loaders.samples("train", skips.batch(step + 1))[0]["window"] == first
+    assert ("every dataset starts at its first sample" in told) == ("data" not in carried)
+
+
+def test_one_sequence_a_step_starts_where_nothing_is_known(tiny, started, corpus, tmp_path):
+    one = "training.{}_batch_size=1".format
+    inheritance, loaders = started(
+        tiny(f"data.blend.0.path={corpus}", *START, one("global"), one("micro"))
+    )
+    inheritance.check(tmp_path, recorded(tiny(), 4) | {"config": ""})
+    assert "what the checkpoint's run has read is read again" in "".join(
+        inheritance.begin(step=4, skips=Skips())
+    )
+    assert loaders.samples("train", 4)[0]["window"] == 0
+
+
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_another_tokenizer_is_another_meaning_whatever_its_size(
     tiny, started, corpus, tmp_path, weights_only
@@ -289,7 +325,7 @@ def test_another_tokenizer_is_another_meaning_whatever_its_size(
     meant = tiny(data, *START, only, "checkpoint.intended_changes=[data.tokenizer]")
     inheritance, _ = started(meant)
     inheritance.check(tmp_path, other)
-    lines = inheritance.begin(batch=2)
+    lines = inheritance.begin(step=2, skips=Skips())
     assert any(line.startswith("  meaning   data.tokenizer: bytes, SHA-256 fff") for line in lines)
     last = "every dataset starts at its first sample" if weights_only else "continues there"
     assert any(line.endswith(last) for line in lines)
@@ -321,7 +357,7 @@ def test_a_configuration_that_cannot_be_read_is_said(tiny, started, corpus, tmp_
     except ConfigError as error:
         assert "what it records of its run cannot be read" in str(error)
         return
-    told = "\n".join(inheritance.begin(batch=2))
+    told = "\n".join(inheritance.begin(step=2, skips=Skips()))
     assert "it records no configuration that can be read" in told and "16 samples taken" in told
 
 

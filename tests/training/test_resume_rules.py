@@ -194,6 +194,8 @@ def test_a_run_that_goes_on_keeps_the_default_it_began_with(tiny, key, tmp_path)
     assert keep_recorded(fresh) is fresh
     lines = [x for x in fresh.dump_yaml().splitlines() if not x.startswith(f"  {name}:")]
     (tmp_path / "config.yaml").write_text("\n".join(lines))
+    assert keep_recorded(fresh) is fresh, "nothing goes on: it begins at step 0"
+    (tmp_path / "checkpoints" / "step_00000003.attempt-1").mkdir(parents=True)
     kept = keep_recorded(fresh)
     assert at(dataclasses.asdict(kept.config), key) == at(kept.tree, key) == EARLIER[key]
     assert differences("\n".join(lines), kept.dump_yaml()) == []

@@ -11,8 +11,9 @@ import pytest
 import yaml
 from minimal_config import TINY
 
+from megatron_patch.checkpoint import last_checkpoint
 from megatron_patch.schema.problem import ConfigError, Problem
-from megatron_patch.training import run_directory
+from megatron_patch.training import resume_rules, run_directory
 
 
 def start(loaded, *, trained: bool = True):
@@ -21,6 +22,7 @@ def start(loaded, *, trained: bool = True):
     if directory is not None:
         if trained:
             (directory.path / "metrics.csv").touch()
+            directory.settle()
         directory.close()
     return directory, problems
 
@@ -58,6 +60,22 @@ def test_changes_that_do_not_alter_the_training_are_allowed_and_said(tiny):
     assert "training.train_steps: 20 -> 40" in notes and "logging.interval: 10 -> 1" in notes
     before = yaml.safe_load((directory.path / "config.attempt_1.yaml").read_text())
     assert before["training"]["train_steps"] == 20
+
+
+def test_what_is_refused_later_leaves_no_record(tiny):
+    """By the data or the checkpoint: the command of before goes on as before."""
+    first, _ = start(tiny())
+    records = [first.path / "config.yaml", first.path / "origins.yaml"]
+    before = [path.read_text() for path in records]
+    directory, problems = open_run(tiny("data.split=[0.5,0.5,0.0]"), {})
+    assert not problems and [path.read_text() for path in records] != before
+    directory.close()
+    assert [path.read_text() for path in records] == before
+    last_checkpoint.remember(first.path, first.path / "x", step=3)
+    assert resume_rules.keep_recorded(tiny()).dump_yaml() == before[0]
+    start(tiny("training.train_steps=40"))
+    assert "train_steps: 40" in records[0].read_text()
+    assert "  split: [0.99, 0.01, 0.0]\n" in records[0].read_text()
 
 
 def test_another_configuration_is_refused_and_nothing_is_touched(tiny):
@@ -268,7 +286,7 @@ import torch.distributed as dist
 from megatron_patch.config import load
 from megatron_patch.parallel.setup import Layout
 from megatron_patch.schema.problem import ConfigError
-from megatron_patch.training import run_directory
+from megatron_patch.training import resume_rules, run_directory
 
 run_directory.PATIENCE_S = float(sys.argv[4])
 rank = int(sys.argv[1])

@@ -77,6 +77,22 @@ def test_a_good_save_starts_the_count_anew():
     assert disk.saved == [3, 6, 9]
 
 
+def test_a_background_save_that_fails_late_costs_no_other():
+    """It is still written when the next one is due."""
+    saver, disk, said = make(background=True)
+    disk.full = True
+    saver.save(TrainState(5))
+
+    def say(message: str) -> None:  # the disk is cleared once the failure is known
+        said.append(message)
+        disk.full = False
+
+    said.say = say  # type: ignore[method-assign]
+    saver.save(TrainState(10))
+    saver.poll()
+    assert disk.saved == [10] and len(said) == 1
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_the_last_checkpoint_is_committed_once(background):
     saver, disk, _ = make(background=background)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,21 @@ def test_what_a_save_writes_is_looked_at_before_the_first_step(open_run, tmp_pat
     directory.close()
     assert problem.path == "checkpoint.directory" and not problem.may_pass
     assert problem.message == f"{store}: cannot be used (Is a directory: {store}/{name})"
+
+
+def test_a_directory_that_nothing_can_be_put_into_is_refused(open_run, monkeypatch):
+    """Its lock and its records open; the first save, hours later, would fail."""
+    for overrides in ([], [STORE]):
+        directory, problems = open_run("run_dir=a", *overrides)
+        assert not problems
+        directory.close()
+        store = "shared" if overrides else "a/checkpoints"
+        with monkeypatch.context() as root_may_write_anywhere:
+            root_may_write_anywhere.setattr(os, "access", lambda path, mode: False)
+            directory, (problem,) = open_run("run_dir=a", *overrides)
+        directory.close()
+        assert problem.path == "checkpoint.directory"
+        assert problem.message == f"{store}: cannot be used (Permission denied: {store})"
 
 
 def test_what_stands_in_the_place_of_latest_is_left_to_the_store(open_run, tmp_path):

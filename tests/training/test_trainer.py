@@ -49,8 +49,8 @@ def loop(calls: list[str], *actions: list[Action]) -> Any:
     made.layout = SimpleNamespace(print_rank=False)
     watchers = [Seen(name, calls, x) for name, x in zip("abc", actions, strict=False)]
     made.session = SimpleNamespace(
-        watchers=watchers, guard=SimpleNamespace(stop_code=0), skipped=3, hooks_enabled=False,
-        reads_data=False, micro_batches=1, sequences=1,
+        watchers=watchers, guard=SimpleNamespace(stop_code=0, nonfinite=2), skipped=3,
+        hooks_enabled=False, reads_data=False, micro_batches=1, sequences=1,
     )  # fmt: skip
     made.stability = SimpleNamespace(switched_at=0)
     made.spikes = SimpleNamespace(skips=Skips(((2, 3),), 1))
@@ -115,8 +115,15 @@ def test_a_checkpoint_carries_what_all_watchers_keep_and_which_data_it_is_of():
     made = loop([], [], [])
     made.loaders.identities = {"train": "1"}
     made.position.step = 4  # batches 2 to 4 were left out
-    kept = {"faults": {"skipped": 3}, "b": {}, "sequences": {"train": "1"}, "data": {"batch": 7}}
+    faults = {"skipped": 3, "nonfinite": 2}
+    kept = {"faults": faults, "b": {}, "sequences": {"train": "1"}, "data": {"batch": 7}}
     assert made._extra() == kept
+    made.checkpointer.loaded_extra = {"faults": {"skipped": 5, "nonfinite": 4}}
+    made._load_watchers()
+    assert (made.session.skipped, made.session.guard.nonfinite) == (5, 4)
+    made.checkpointer.loaded_extra = {"faults": {"skipped": 1}}  # of an earlier version
+    made._load_watchers()
+    assert (made.session.skipped, made.session.guard.nonfinite) == (1, 0)
 
 
 def test_a_rewind_is_planned_before_anything_is_loaded():

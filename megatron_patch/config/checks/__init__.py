@@ -7,9 +7,11 @@ sections, or what another room can serve, stands here with the section whose key
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_patch.attention.backends import BACKENDS
+from megatron_patch.checkpoint import last_checkpoint
 from megatron_patch.checkpoint.manifest import read_key
 from megatron_patch.config.checks import attention, model, stability
 from megatron_patch.schema.effective import decay_steps
@@ -169,8 +171,17 @@ def _gradient_wire(run: RunConfig) -> Iterator[Problem]:
 
 
 def checkpoint_problems(run: RunConfig) -> Iterator[Problem]:
-    """An optimizer format without its optimizer, a key file that cannot serve."""
+    """A start from what is not there, an optimizer format without its optimizer, a key file that
+    cannot serve."""
     c = run.checkpoint
+    # A run that has saved never reads it again, and it may be gone by then.
+    begins = not os.path.isfile(run.directory / last_checkpoint.FILE)
+    if c.load_from is not None and begins and not os.path.isdir(c.load_from):
+        yield Problem(
+            "checkpoint.load_from",
+            f"{c.load_from!r} is not a directory; name a checkpoint, a run directory or its "
+            "checkpoints",
+        )
     if c.optimizer_sharding == "dp_reshardable" and not run.parallel.use_distributed_optimizer:
         yield Problem(
             "checkpoint.optimizer_sharding",
