@@ -91,9 +91,10 @@ _NOT_ON_HOPPER = frozenset(
 )  # fmt: skip
 _NOT_FORWARD = frozenset({"dynamic_max", "o_lo in int8 or fp32", "dropout", "softcap"})
 # Of the head dims beside 64 and 128; nobody has tried them there.
-_NOT_BESIDE_64_AND_128 = (
-    frozenset({"softcap", "dropout", "paper_bf16", "chunks"}) | _OTHER_PROJECTIONS
-)
+_NOT_BESIDE_64_AND_128 = _OTHER_PROJECTIONS | {
+    "softcap", "softcap in a band", "dropout", "dropout in a band", "projection with dropout",
+    "paper_bf16", "chunks", "packed chunks", "chunks with dropout",
+}  # fmt: skip
 KERNEL_SETS = (
     KernelSet(
         name="hopper",
@@ -116,7 +117,9 @@ KERNEL_SETS = (
     KernelSet(
         name="hopper_forward",
         archs=GLUON,
-        features=frozenset(FEATURES) - _NOT_BESIDE_64_AND_128 - _NOT_FORWARD,
+        features=(
+            frozenset(FEATURES) - _NOT_BESIDE_64_AND_128 - _NOT_FORWARD - {"different v head dim"}
+        ),
         head_dims=(96,),
         forward=hopper.forward,
         preprocess=preprocess,

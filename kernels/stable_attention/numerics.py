@@ -1,6 +1,6 @@
 """The numerics: softmax step, the two normalisers, O's low-order part, and delta. One home.
 
-What is stabilised, and why (arXiv 2510.04212; docs/kernels.md):
+What is stabilised, and why (arXiv 2510.04212; docs/numerics.md):
 
 * The backward pass needs delta_i = sum_c dO_ic O_ic, and dS_ij = P_ij (dP_ij - delta_i). An error
   e_i in delta_i is an error -e_i in the row sum of dS, multiplied by (P K)_i in dQ. Attention sinks

@@ -97,7 +97,7 @@ def add_parser(commands: Subparsers) -> None:
         text = "new directory"
         parser.add_argument("--out", metavar="DIR", type=as_path, required=True, help=text)
     for parser in (verify, listing, prune, imported, exported):
-        text = "check signatures with this key"
+        text = "sign it with this key" if parser is imported else "check signatures with this key"
         parser.add_argument("--key-file", metavar="FILE", type=as_path, help=text)
     for parser in (verify, prune):
         parser.add_argument(

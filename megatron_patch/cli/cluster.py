@@ -57,7 +57,7 @@ def add_parser(commands: Subparsers) -> None:
     plan.add_argument("--nodes", metavar="N", type=int, default=1, help="nodes (default: 1)")
     text = "default: cluster.gpus_per_node, else 8"
     plan.add_argument("--gpus-per-node", metavar="N", type=int, help=text)
-    text = "kind of GPU, e.g. h100, h200, a100"
+    text = "kind of GPU, e.g. h100, a100 (default: h200)"
     plan.add_argument("--gpu", metavar="NAME", default="h200", help=text)
     text = "token budget, e.g. 300B; default: training.train_steps"
     plan.add_argument("--tokens", metavar="N", help=text)

@@ -8,10 +8,10 @@ query/key and value; n ranks. Shards are Megatron's zigzag shards (`layout`, `pa
 
 | mode | what moves | memory of keys |
 | --- | --- | --- |
-| p2p | keys and values, owner to reader, one rank a step | two shards |
+| p2p | keys and values, owner to reader, up to two ranks a step | four shards |
 | all_gather | keys and values of a group of heads, to everybody | sequence / head groups, twice |
 | a2a | q, k, v, O: tokens of all heads for the whole sequence of some | a shard |
-| a2a+p2p | a2a inside the first group, p2p between the larger shards | two larger shards |
+| a2a+p2p | a2a inside the first group, p2p between the larger shards | four larger shards |
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ GEMM_SHARE = 0.72
 MEMORY_SHARE = 0.80
 """Of HBM bandwidth, for kernels that only move data."""
 NVLINK_SHARE = 0.65
-"""Of NVLink: 295 of 450 GB/s was measured for all-reduce on two H200 (docs/clusters.md)."""
+"""Of NVLink: 295 of 450 GB/s was measured for all-reduce on two H200."""
 NETWORK_SHARE = 0.80
 """Of the adapters' line rate; not measured here."""
 

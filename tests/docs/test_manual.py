@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from megatron_patch.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -17,6 +20,8 @@ IN_ALL, IN_README, IN_LIBRARY, IN_A_PAGE = 25_000, 700, 300, 2_000
 """Words at most, as `wc -w` counts them."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^megatron-patch ((?:config check|plan|launch) .*configs/.*)$", re.MULTILINE)
+"""What a page says of a shipped configuration, and needs no cluster."""
 
 
 @cache
@@ -56,3 +61,19 @@ def test_the_manual_is_short():
     assert sum(map(words, DOCS)) <= IN_ALL
     long = {page.name: words(page) for page in DOCS if page.name != GENERATED}
     assert max(long.values()) <= IN_A_PAGE, long
+
+
+COMMANDS = {
+    line
+    for page in PAGES
+    for block in FENCE.findall(page.read_text("utf-8"))
+    for line in COMMAND.findall(block)
+}
+
+
+@pytest.mark.parametrize("line", sorted(COMMANDS))
+def test_commands_take_the_configuration_they_name(line, monkeypatch, capsys):
+    """One of a node was launched on two, whose ranks do not divide its batch."""
+    monkeypatch.chdir(ROOT)
+    dry = ["--dry-run"] * (line.startswith("launch") and "--dry-run" not in line)
+    assert app.run([*shlex.split(line, comments=True), *dry]) == 0, capsys.readouterr().err

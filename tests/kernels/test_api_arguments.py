@@ -251,7 +251,7 @@ def test_causal_bounds_the_window_on_the_right():
 
 
 def test_saved_bytes_per_token_and_head():
-    """What docs/kernels.md states: O, LSE, and the residual of "compensated" alone."""
+    """What docs/numerics.md states: O, LSE, and the low-order part or the rest of an LSE."""
     assert STABILIZERS["none"].saved_bytes(128) == 2 * 128 + 4
     assert STABILIZERS["compensated"].saved_bytes(128, "bf16") == 4 * 128 + 4
     assert STABILIZERS["compensated"].saved_bytes(128, "int8") == 3 * 128 + 4

@@ -15,6 +15,22 @@ from stable_attention.hopper import launch as hopper
 from stable_attention.problem import Options
 
 
+@pytest.mark.parametrize("row", dispatch.KERNEL_SETS, ids=lambda row: row.name)
+def test_the_table_has_no_yes_that_no_call_can_reach(row: dispatch.KernelSet) -> None:
+    """What a feature comes with stands in the table, too: chunks with dropout need both."""
+    of = {
+        "packed chunks": {"chunks", "varlen"},
+        "chunks with dropout": {"chunks", "dropout"},
+        "dropout in a band": {"dropout"},
+        "softcap in a band": {"softcap"},
+        "projection with dropout": {"dropout"},
+    }
+    assert set(of) <= set(dispatch.FEATURES)
+    for feature in row.features & set(of):
+        assert of[feature] <= row.features, feature
+    assert ("different v head dim" in row.features) is (row.mixed_head_dims != ())
+
+
 @pytest.mark.parametrize(
     ("fields", "remedy"),
     [

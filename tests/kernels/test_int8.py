@@ -78,7 +78,7 @@ def test_what_is_not_served_is_refused(name: str) -> None:
         launch.attend(x, x, x, Options.of(**asked), DEFAULT)
 
 
-@pytest.mark.parametrize("name", ["sinks", "dropout_p", "positions"])
+@pytest.mark.parametrize("name", ["sinks", "dropout_p", "dropout_seed", "positions"])
 def test_keywords_that_are_not_served_are_refused(name: str) -> None:
     """Sinks were left out without a word."""
     x = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
 """The real ft_launcher of nvidia-resiliency-ext, where it is installed, started by node.sh.
 
 Elsewhere these tests are skipped: no environment of this repository installs it. What is rendered
-for it is tested everywhere (test_agents.py). It ran with release 0.4.1; docs/faults.md.
+for it is tested everywhere (test_agents.py). It ran with release 0.4.1; docs/clusters.md.
 """
 
 from __future__ import annotations

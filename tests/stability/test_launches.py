@@ -1,8 +1,8 @@
 """An observation is bound by kernel launches where steps are short: they are counted.
 
 On two GPUs steps of 79 ms had 50 ms of an observation with 145 launches a layer, above the goal of
-1 % at the default interval, and with 78 a layer some runs still were (docs/telemetry.md). Here all
-layers of GPT-2 small have as many as three had: with its 1,024 tokens they are two batches.
+1 % at the default interval, and with 78 a layer some runs still were (docs/performance.md). Here
+all layers of GPT-2 small have as many as three had: with its 1,024 tokens they are two batches.
 """
 
 from __future__ import annotations

@@ -253,11 +253,10 @@ def attend(
     """
     q, k, v = ops.under_autocast(q, k, v)
     require(isinstance(settings, Settings), "settings", show(settings), "a Settings", "Make one.")
+    served = [name for name in OF_TENSORS if name != "dropout_seed"]
     for name, x in packed.items():
-        if name not in OF_TENSORS and x is not None:
-            raise AttentionArgumentError(
-                name, "given", f"None, and {', '.join(OF_TENSORS)}", _OTHER
-            )
+        if name not in served and x is not None:
+            raise AttentionArgumentError(name, "given", f"None, and {', '.join(served)}", _OTHER)
     for name, value in (("dropout_p", options.dropout_p), ("softcap", options.softcap)):
         require(value == 0, name, value, "0 for INT8 attention", _OTHER)
     # Its numerics are `Settings`; of the shared launches "none" takes delta from O alone.
