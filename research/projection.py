@@ -220,12 +220,12 @@ def main() -> None:
     parts = {"errors": errors, "logits": logits, "times": times}
     given = sys.argv[1:]
     files = [Path(x) for x in given if x.endswith(".pt")]
-    parts["captures"] = lambda: captures(files)
-    for part in [x for x in given if not x.endswith(".pt")] or list(parts):
+    parts["captures"] = parts["stock"] = lambda: captures(files)
+    for part in [x for x in given if not x.endswith(".pt")] or [x for x in parts if x != "stock"]:
         if part == "stock" and not files:
             raise SystemExit("stock: name the captures that research/stock.py wrote")
         rows = []
-        for row in parts[part if part != "stock" else "captures"]():
+        for row in parts[part]():
             rows.append(row)
             print(row, flush=True)
             write_result("projection", {"rows": rows}, part=part)

@@ -30,7 +30,7 @@ NO_GPU = "needs a CUDA device; none here"
 _LONG = """
     golden/test_golden.py kernels/test_planted_bugs.py stability/test_runs.py
     faults/test_injected.py training/test_layouts.py training/test_context_parallel.py
-    kernels/test_aot.py kernels/test_error_rule.py training/test_inheritance.py
+    kernels/test_aot.py kernels/test_error_rule.py training/test_chain_of_runs.py
     training/test_compositions.py faults/test_hang_runs.py faults/test_hopeless_errors.py
     checkpoint/test_resume.py training/test_stops.py faults/test_spike_runs.py
     training/test_gate_ranks.py stability/test_guard_resumes.py

@@ -130,8 +130,7 @@ def _train(loaded: Loaded, layout: Layout, stop: StopFlags) -> None:
         announce(monitor, run, layout)
         for line in directory.notes:
             monitor.say(line)
-        trainer = Trainer(loaded, layout, stop=stop, monitor=monitor)
-        trainer.accepted = directory.settle
+        trainer = Trainer(loaded, layout, stop=stop, monitor=monitor, accepted=directory.settle)
         try:
             trainer.run_to_end()
         except Exception as error:
@@ -159,22 +158,28 @@ def _refuse_repeated_crash(layout: Layout, run_dir: Path) -> None:
 
 
 class Trainer:
-    """The parts of one attempt and the loop over them. Every method is collective."""
+    """The parts of one attempt and the loop over them. Every method is collective.
 
-    accepted: Callable[[], None] = staticmethod(lambda: None)
-    """Called when nothing has refused to go on with this configuration. Local."""
+    ``accepted``: called when nothing has refused to go on with this configuration. Local.
+    """
 
     # ------------------------------------------------------------------------------- build
 
     def __init__(
-        self, loaded: Loaded, layout: Layout, *, stop: StopFlags, monitor: Monitor
+        self,
+        loaded: Loaded,
+        layout: Layout,
+        *,
+        stop: StopFlags,
+        monitor: Monitor,
+        accepted: Callable[[], None],
     ) -> None:
         from megatron_patch.data.loader import build_loaders
         from megatron_patch.data.verify import verify_datasets
 
         run = loaded.config
         self.loaded, self.run, self.layout, self.monitor = loaded, run, layout, monitor
-        self.run_dir = run.directory
+        self.run_dir, self._accepted = run.directory, accepted
         for line in verify_datasets(run):
             monitor.say(line)
         self.loaders = build_loaders(run, layout)
@@ -232,7 +237,7 @@ class Trainer:
     def run_to_end(self) -> None:
         """Resume, train, save; leaves FINISHED when train_steps was reached."""
         self._resume()
-        self.accepted()
+        self._accepted()
         self._begin = self.position.step
         self.monitor.start(self._begin, has_saved=self._has_saved(), settings=self.loaded.tree)
         try:

@@ -56,6 +56,20 @@ def make(*, background: bool = False) -> tuple[Saver, Disk, Said]:
     return Saver(disk, said), disk, said  # type: ignore[arg-type]
 
 
+def failing_at(step: int) -> tuple[Saver, Disk, Said]:
+    """A background save that will fail; the disk is cleared once that is known."""
+    saver, disk, said = make(background=True)
+    disk.full = True
+    saver.save(TrainState(step))
+
+    def say(message: str) -> None:
+        said.append(message)
+        disk.full = False
+
+    said.say = say  # type: ignore[method-assign]
+    return saver, disk, said
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_is_survived_twice_in_a_row(background):
     saver, disk, said = make(background=background)
@@ -79,15 +93,7 @@ def test_a_good_save_starts_the_count_anew():
 
 def test_a_background_save_that_fails_late_costs_no_other():
     """It is still written when the next one is due."""
-    saver, disk, said = make(background=True)
-    disk.full = True
-    saver.save(TrainState(5))
-
-    def say(message: str) -> None:  # the disk is cleared once the failure is known
-        said.append(message)
-        disk.full = False
-
-    said.say = say  # type: ignore[method-assign]
+    saver, disk, said = failing_at(5)
     saver.save(TrainState(10))
     saver.poll()
     assert disk.saved == [10] and len(said) == 1
@@ -104,15 +110,7 @@ def test_the_last_checkpoint_is_committed_once(background):
 
 
 def test_a_failed_background_save_is_made_good_at_the_end():
-    saver, disk, said = make(background=True)
-    disk.full = True
-    saver.save(TrainState(5))
-
-    def say(message: str) -> None:  # the disk is cleared once the failure is known
-        said.append(message)
-        disk.full = False
-
-    said.say = say  # type: ignore[method-assign]
+    saver, disk, said = failing_at(5)
     saver.save_last(TrainState(5))
     assert disk.saved == [5] and "trying once more" in said[0]
 
