@@ -1,4 +1,4 @@
-"""Runs that start from one another's checkpoints, in processes: data and schedule, on 1 and 2 ranks."""
+"""Runs that start from one another's checkpoints, in processes, on one rank and on two."""
 
 from __future__ import annotations
 
