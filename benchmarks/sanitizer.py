@@ -53,6 +53,12 @@ CASES = (
     "layout=thd lens_q=0,5,33,1,129 lens_k=4,0,33,1,129 unused=3 d=64 causal=1",
     "layout=thd lens_q=64,128,65 lens_k=64,128,65 gaps=7 d=128 causal=1 left=50 sinks=learned",
     "layout=thd lens_q=100,1 lens_k=1,100 hq=4 hk=2 d=64 dropout=0.1",
+    "sq=129 sk=129 hq=4 hk=2 d=64 causal=1 stabilizer=compensated_projected",
+    "layout=thd lens_q=0,5,129 lens_k=4,0,200 d=128 stabilizer=compensated_projected",
+    "sq=129 sk=200 d=192 dv=128 causal=1 stabilizer=compensated_projected",
+    "sq=70 sk=129 d=256 causal=1 stabilizer=compensated_projected sinks=learned",
+    "sq=129 sk=129 d=64 stabilizer=projected",
+    "sq=70 sk=4500 d=256",
 )
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 # What the tool prints where it cannot work (no debugger interface, a virtualised driver).

@@ -14,7 +14,7 @@ from hopper_language import Sources, simulate
 from hopper_protocol import Pointer, Run, Tile
 
 from stable_attention.hopper import backward, forward, key_gradients, launch, query_gradient, wide
-from stable_attention.hopper.plan import Plan, reach
+from stable_attention.hopper.plan import Plan, reach, segment
 from stable_attention.hopper.rows import places_kernel
 from stable_attention.hopper.shapes import FORWARD, TILES
 from stable_attention.hopper.tiles import FIELDS, TILE
@@ -126,8 +126,10 @@ class Case:
         elif kernel == "forward":
             function = forward.forward_kernel
             low = torch.empty_like(out) if self.low else None
+            away = FORWARD[self.p.d, self.p.dv].total_away and (self.segment or segment(self.p))
+            total = torch.empty(1) if away else None
             made = launch._forward_arguments(
-                self.plan, q, k, v, out, low, self.lse, None, None, None, None, c, places
+                self.plan, q, k, v, out, low, self.lse, None, None, None, None, c, places, total
             )  # fmt: skip
         else:
             function = backward.backward_kernel

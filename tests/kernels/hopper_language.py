@@ -12,6 +12,7 @@ from types import SimpleNamespace as Space
 from typing import Any
 
 from hopper_protocol import (
+    OWN,
     Barrier,
     Fault,
     Pointer,
@@ -75,12 +76,26 @@ def _load(place: Any, mask: Any = None, other: Any = None) -> Any:
     if isinstance(place, Pointer) and place.data is not None:
         return place.data[place.at]
     number = place.number if isinstance(place, Value) else (place.name, place.at)
+    if number[0] == OWN:
+        role, x = now.role.run_of.own.get(number, (None, None))
+        if role is not now.role:
+            raise Fault(f"{now.role.title} reads of {number} what it has not left there")
+        found = x.like(place.shape)
+        found.unscaled = True
+        return found
     return Value(getattr(place, "shape", ()), frozenset({number}))
 
 
 def _store(place: Value, x: Value, mask: Any = None) -> None:
     x.used()
-    step().run_of.written.setdefault(place.number, []).append(x)
+    role = step()
+    if place.number[0] == OWN:
+        before, _ = role.run_of.own.setdefault(place.number, (role, x))
+        if before is not role:
+            raise Fault(f"{role.title} writes {place.number}, which is another's")
+        role.run_of.own[place.number] = role, x
+        return
+    role.run_of.written.setdefault(place.number, []).append(x)
 
 
 def _assembler(asm: str, constraints: str, args: list[Value], dtype: Any, **_: Any) -> Value:

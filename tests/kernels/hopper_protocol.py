@@ -76,6 +76,7 @@ class Run:
         self.fault: BaseException | None = None
         self.done = threading.Semaphore(0)
         self.written: dict[Any, list[Value]] = {}
+        self.own: dict[Any, tuple[Role, Value]] = {}  # `OWN`
         self.followed: dict[Any, list[Value]] = {}  # maxima in global memory
         self.adding: dict[Any, Role] = {}
 
@@ -162,7 +163,8 @@ class Read:
 class Value:
     """A tensor: its shape, the tiles that it was made of, and the products that it is a sum of.
 
-    number: of an item, or an address. reads: which have not ended or are spoiled.
+    number: of an item, or an address. reads: which have not ended or are spoiled. unscaled: it has
+    a shift of before, and must be multiplied.
     """
 
     def __init__(
@@ -170,12 +172,14 @@ class Value:
         reads: Any = (), number: Any = None,
     ) -> None:  # fmt: skip
         self.shape, self.of, self.terms, self.number = tuple(shape), of, terms, number
-        self.reads = reads
+        self.reads, self.unscaled = reads, False
         self.type, self.dtype = Space(layout=None), None
 
     def like(self, shape: Any) -> Value:
         """The same registers in another shape."""
-        return Value(shape, self.of, self.terms, reads=self.reads, number=self.number)
+        made = Value(shape, self.of, self.terms, reads=self.reads, number=self.number)
+        made.unscaled = self.unscaled
+        return made
 
     def whole(self) -> frozenset[Any]:
         return self.of.union(*self.terms)
@@ -193,6 +197,8 @@ class Value:
     def used(self) -> None:
         """So that it matters."""
         self.loaded()
+        if self.unscaled:
+            raise Fault(f"{now.role.title} uses a total of another shift")
         for read in self.reads:
             if read.spoiled:
                 raise Fault(read.spoiled)
@@ -209,11 +215,13 @@ class Value:
         return together(self, other)
 
 
-def together(*xs: Any, flat: bool = False) -> Any:
-    """Arithmetic. flat: what was a sum is one no more."""
+def together(*xs: Any, flat: bool = False, scaled: bool = False) -> Any:
+    """Arithmetic. flat: what was a sum is one no more. scaled: it is a product."""
     values = [x for x in xs if isinstance(x, Value)]
     for x in values:
         x.awaited()
+        if x.unscaled and not scaled:
+            raise Fault(f"{now.role.title} adds a total of another shift")
     rank = max(len(x.shape) for x in values)
     shapes = [(1,) * (rank - len(x.shape)) + x.shape for x in values]
     shape = tuple(map(max, zip(*shapes, strict=True)))
@@ -228,8 +236,6 @@ for _name in [
     "radd",
     "sub",
     "rsub",
-    "mul",
-    "rmul",
     "truediv",
     "rtruediv",
     "ge",
@@ -242,6 +248,12 @@ for _name in [
     "or",
 ]:
     setattr(Value, f"__{_name}__", together)
+for _name in ["mul", "rmul"]:
+    setattr(Value, f"__{_name}__", lambda a, b: together(a, b, scaled=isinstance(b, Value)))
+
+
+OWN = "total"
+"""Global memory in which a role finds again what it has left there."""
 
 
 class Pointer:

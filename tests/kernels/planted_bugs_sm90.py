@@ -28,6 +28,7 @@ POSITIVE = "sq=200 sk=200 causal=1 d=64 values=positive seed=1"
 SINK = "sq=200 sk=200 causal=1 d=64 sinks=learned seed=1"
 PACKED = "layout=thd lens_q=5,200,333 lens_k=40,200,333 causal=1 left=70 hq=4 d=64 seed=1"
 SEGMENTS = "sq=64 sk=4500 hq=1 hk=1 d=128 seed=1"
+SEGMENTS_AWAY = "sq=64 sk=4500 hq=1 hk=1 d=256 seed=1"
 SUMMED = "sq=300 sk=300 causal=1 d=64 sinks=learned stabilizer=compensated_projected seed=1"
 MLA = "sq=200 sk=200 causal=1 hq=2 hk=1 d=192 dv=128 seed=1"
 WIDE = "sq=300 sk=300 causal=1 d=256 sinks=learned stabilizer=compensated_projected seed=1"
@@ -52,6 +53,9 @@ BUGS = (
     Bug("total in shared memory not rescaled", SOFTMAX,
         "gl.where(held, fetched(far_s, like), 0.0) * by_row",
         "gl.where(held, fetched(far_s, like), 0.0)", SEGMENTS),
+    Bug("total in global memory not rescaled", SOFTMAX,
+        "return y * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, like)), 1) + x",
+        "return y + x", SEGMENTS_AWAY),
     Bug("window of a packed sequence a key too wide", TILES, "middle - left, sk - 1 - last * BN",
         "middle - left - 1, sk - 1 - last * BN", PACKED),
     # --- backward in one kernel

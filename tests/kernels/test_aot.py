@@ -174,17 +174,22 @@ cases = ((128, "thd", 1, whole), (64, "bshd", 8, whole), (128, "bshd", 8, dict(s
          (128, "thd", 1, whole | projected), (64, "bshd", 8, chunks | projected),
          (128, "bshd", 2, chunks | projected), (256, "bshd", 8, projected),
          (192, "bshd", 2, projected), (256, "thd", 1, whole | projected))
-for d, layout, kv_heads, options in cases:
+# Of more keys than a segment has.
+cases = [(2048, *case) for case in cases] + [
+    (8192, 256, "bshd", 8, {}), (8192, 256, "bshd", 2, dict(window_right=-1)),
+    (8192, 256, "thd", 1, whole), (8192, 256, "bshd", 8, projected),
+    (8192, 256, "bshd", 2, dict(window_left=4000, window_right=30)), (8192, 256, "bshd", 8, chunks)]
+for n, d, layout, kv_heads, options in cases:
     dv = 128 if d == 192 else d
-    p = Problem(layout=layout, dtype=torch.bfloat16, batch=2, sq=2048, sk=2048, heads=8, d=d, dv=dv,
-                kv_heads=kv_heads, tq=4096, tk=4096, scale=d**-0.5,
-                window_right=0, **options)
+    p = Problem(layout=layout, dtype=torch.bfloat16, batch=2, sq=n, sk=n, heads=8, d=d, dv=dv,
+                kv_heads=kv_heads, tq=2 * n, tk=2 * n, scale=d**-0.5,
+                **({"window_right": 0} | options))
     packed = layout == "thd"
-    tokens = (4096,) if packed else (2, 2048)
-    q, k, v, g = (torch.empty(*tokens, h, n, dtype=p.dtype, device="meta")
-                  for h, n in ((8, d), (kv_heads, d), (kv_heads, dv), (8, dv)))
+    tokens = (2 * n,) if packed else (2, n)
+    q, k, v, g = (torch.empty(*tokens, h, width, dtype=p.dtype, device="meta")
+                  for h, width in ((8, d), (kv_heads, d), (kv_heads, dv), (8, dv)))
     cu = torch.empty(3, dtype=torch.int32, device="meta") if packed else None
-    delta = torch.empty(*((8, 4096) if packed else (2, 8, 2048)), device="meta")
+    delta = torch.empty(*((8, 2 * n) if packed else (2, 8, n)), device="meta")
     lse = delta if p.planes == 1 else torch.stack([delta, delta])
     extras = Extras(cu_q=cu, cu_k=cu, seed=torch.empty((), dtype=torch.int64, device="meta"))
     partial = torch.float32 if p.chunked else None
@@ -193,9 +198,10 @@ for d, layout, kv_heads, options in cases:
     with aot.capture("sm90") as launches:
         if not p.dropout_p:
             hopper.forward(p, q, k, v, extras=extras, out_dtype=partial, with_lse=False)
-        hopper.backward(
-            p, g, q, k, v, lse=lse, delta=delta, extras=extras, accumulators=sums, kept=kept
-        )
+        if n == 2048:
+            hopper.backward(
+                p, g, q, k, v, lse=lse, delta=delta, extras=extras, accumulators=sums, kept=kept
+            )
     for x in (aot.compile_launch(launch, "sm90") for launch in launches):
         rows.append(dict(kernel=x.name, spills=x.spill_bytes, shared=x.shared, warnings=x.warnings))
 print(json.dumps(rows))

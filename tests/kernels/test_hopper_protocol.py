@@ -89,11 +89,25 @@ def test_parts_of_query_heads(d: int) -> None:
 
 
 @pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("d, dv", [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("d, dv", SHAPES["forward"])
 def test_segments_of_the_forward_pass(d: int, dv: int, low: bool) -> None:
-    for mask in ("causal", "band", "grouped"):
-        case = Case(asked("forward", d, dv, mask), low=low, segment=1)
-        tried("forward", case, range(6), Sources())
+    for mask in ("causal", "band", "grouped", "ragged"):
+        for segment in (1, 2):
+            case = Case(asked("forward", d, dv, mask), low=low, segment=segment)
+            tried("forward", case, range(3), Sources())
+
+
+def test_segments_of_packed_sequences() -> None:
+    tq, tk = (sum(n) for n in zip(*PACKED, strict=True))
+    packed = problem(
+        256, 256, 150, 200, window_right=0, layout="thd", batch=len(PACKED), tq=tq, tk=tk
+    )  # fmt: skip
+    tried("forward", Case(packed, lengths=PACKED, segment=1), range(6), Sources())
+
+
+def test_segments_as_launched() -> None:
+    """Over so many keys that there are two and a rest."""
+    tried("forward", Case(problem(256, 256, 130, 4300)), range(1), Sources())
 
 
 PLANTED = {
@@ -239,6 +253,35 @@ PLANTED = {
          "if T.ROUNDED: /     l_made = add_rounded_sum("
          "p_rounded, smem.ones, l_rounded, i > 0, PE_L)"),
     ),
+    "segments: total not rescaled": (
+        "softmax", 256, "another shift",
+        ("return y * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, like)), 1) + x",
+         "return y + x"),
+    ),
+    "segments: one lost": (
+        "consumer", 256, r"^\(\d+, \d+\)",
+        ("acc = add_kept(total_p, acc, new_factor)", "pass"),
+    ),
+    "segments: total lost at the end": (
+        "consumer", 256, r"^\(\d+, \d+\)",
+        ("acc = add_kept(total_p, acc, total_factor)", "pass"),
+    ),
+    "segments: total of the item before": (
+        "consumer", 256, "not left",
+        ("if begin > 0: / acc = add_kept", "if begin >= 0: /     acc = add_kept"),
+    ),
+    "segments: both consumers in one place": (
+        "consumer", 256, "another's|not left",
+        ("(gl.program_id(0) * 2 + W) * 64 * T.DV", "gl.program_id(0) * 64 * T.DV"),
+    ),
+    "segments: all programs in one place": (
+        "consumer", 256, "another's|not left",
+        ("(gl.program_id(0) * 2 + W) * 64 * T.DV", "W * 64 * T.DV"),
+    ),
+    "segments: one added to the next too": (
+        "consumer", 256, "Counter",
+        ("total_shift = shift / in_segment = 0", "total_shift = shift"),
+    ),
 }  # fmt: skip
 
 
@@ -246,7 +289,13 @@ PLANTED = {
 def test_planted_faults_are_found(name: str) -> None:
     module, d, message, *edits = PLANTED[name]
     of_rows = name.startswith("rows: ")
-    kernels = {"consumer": "forward", "excess": "backward", "projection": "query_gradient"}
+    segment = int(name.startswith("segments: "))
+    kernels = {
+        "consumer": "forward",
+        "softmax": "forward",
+        "excess": "backward",
+        "projection": "query_gradient",
+    }
     kernel = kernels.get(module, module)
     dv = dict(SHAPES[kernel])[d]
     sources = Sources({module: edits})
@@ -254,4 +303,4 @@ def test_planted_faults_are_found(name: str) -> None:
         for mask in MASKS:
             given = asked(kernel, d, dv, mask)
             given = replace(given, **PROJECTING) if of_rows else given
-            tried(kernel, Case(given), range(30), sources)
+            tried(kernel, Case(given, segment=segment), range(30), sources)

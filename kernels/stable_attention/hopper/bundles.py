@@ -47,7 +47,8 @@ Dropout = namedtuple("Dropout", "seed_ptr threshold batch_offset head_offset kee
 
 Outputs = namedtuple(
     "Outputs",
-    "o_desc low_desc part_ptr lse_ptr row_ptr max_ptr stride_b stride_s stride_h tq rest_ptr",
+    "o_desc low_desc part_ptr lse_ptr row_ptr max_ptr stride_b stride_s stride_h tq rest_ptr "
+    "total_ptr",
 )
 """Of the forward pass.
 
@@ -56,6 +57,7 @@ part_ptr: a partial O in float32, instead
 lse_ptr, row_ptr: float32 [B, H, sq] or [H, tq], natural log, of P and of the rounded P; with
     rest_ptr the latter in two planes (`numerics.log_sum_exp_planes`)
 max_ptr: float32 [H], largest logits
+total_ptr: float32 [programs, 2, 64 * DV], of each consumer, for the total of segments
 stride_b, stride_h: of O, in columns; in elements, with stride_s, of a partial one
 """
 

@@ -8,7 +8,8 @@ last to first: only the one that starts a tile looks at a mask, or those at the 
 
 Under SEGMENT the tensor cores accumulate so many blocks at most (`numerics`, on truncation); then
 what they have joins a float32 total, rounded to nearest. Registers have room for 64 columns of it;
-others lie in the shared memory through which O's low-order part leaves at the end.
+others lie in the shared memory through which O's low-order part leaves at the end. Where that has
+no room either, all of the total lies in global memory, a place for each consumer.
 
 A slot of a ring is freed through a named barrier: TURN, then slots of K, of V, and two of Q.
 
@@ -34,6 +35,7 @@ from stable_attention.hopper.producer import ALL, ITEM, ITEMS, SLOT_OF_K
 from stable_attention.hopper.softmax import (
     LANES,
     NOTHING,
+    add_kept,
     add_rounded_sum,
     add_weighted,
     by_lane,
@@ -41,6 +43,7 @@ from stable_attention.hopper.softmax import (
     hidden_after,
     hidden_outside,
     join_total,
+    keep,
     log_sum_exp_planes,
     opaque_zeros,
     product_layout,
@@ -162,6 +165,7 @@ def forward_consumer(outputs, smem, items, softmax, W: gl.constexpr, T: gl.const
     BEHIND: gl.constexpr = 2 + T.BN // 32 if T.ROUNDED else 2
     # Whether half of the segments' total is in shared memory: registers have no room for it.
     FAR: gl.constexpr = T.DV == 128 and T.BN == 128
+    AWAY: gl.constexpr = outputs.total_ptr is not None  # all of it is in global memory
     # With the rounded sum ptxas would wait for P V before the exponentials; see below.
     FENCED: gl.constexpr = T.ROUNDED
     q_s, k_s, v_s, item_s = smem.q.slots, smem.k.slots, smem.v.slots, smem.item
@@ -175,6 +179,9 @@ def forward_consumer(outputs, smem, items, softmax, W: gl.constexpr, T: gl.const
     if T.SEGMENT and FAR:
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         far_s = smem.total.index(W)._reinterpret(gl.float32, [32, 128], flat)
+    total_p = outputs.total_ptr
+    if AWAY:
+        total_p += (gl.program_id(0) * 2 + W) * 64 * T.DV
     k = 0
     k_parity = 0
     v = 0
@@ -210,7 +217,7 @@ def forward_consumer(outputs, smem, items, softmax, W: gl.constexpr, T: gl.const
         total_shift = shift
         l_total = gl.zeros([64], gl.float32, RE)
         total = 0
-        if T.SEGMENT:
+        if T.SEGMENT and not AWAY:
             near, _ = split(acc, FAR)
             near_l: gl.constexpr = near.type.layout
             total = gl.zeros([64, near.shape[1]], gl.float32, near_l)
@@ -280,7 +287,12 @@ def forward_consumer(outputs, smem, items, softmax, W: gl.constexpr, T: gl.const
                 acc = done * gl.expand_dims(gl.convert_layout(alpha, RO), 1)
             if T.SEGMENT and in_segment == T.SEGMENT:
                 new_factor = gl.exp2(total_shift - shift)
-                total, rest = join_total(acc, total, far_s, begin > 0, new_factor, FAR)
+                if AWAY:
+                    if begin > 0:
+                        acc = add_kept(total_p, acc, new_factor)
+                    keep(total_p, acc)
+                else:
+                    total, rest = join_total(acc, total, far_s, begin > 0, new_factor, FAR)
                 if FAR:
                     tma.store_wait(0)
                     put_away(far_s, rest)
@@ -337,8 +349,11 @@ def forward_consumer(outputs, smem, items, softmax, W: gl.constexpr, T: gl.const
             part = gl.max(l_rounded, 1)
             if T.SEGMENT and blocks > T.SEGMENT:
                 part = part + l_total * gl.convert_layout(total_factor, RE)
-                near, rest = join_total(acc, total, far_s, True, total_factor, FAR)
-                acc = whole(near, rest, O_L) if FAR else near
+                if AWAY:
+                    acc = add_kept(total_p, acc, total_factor)
+                else:
+                    near, rest = join_total(acc, total, far_s, True, total_factor, FAR)
+                    acc = whole(near, rest, O_L) if FAR else near
             l = gl.convert_layout(part, RO)
         row = m * TILE + W * 64
         rows = row + gl.arange(0, 64, RO)

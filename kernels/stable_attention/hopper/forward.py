@@ -25,7 +25,7 @@ from stable_attention.hopper.producer import ITEM, ITEMS, forward_producer
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, low_desc, part_ptr, lse_ptr, row_ptr, max_ptr, sink_ptr,
-    rest_ptr, counter, places,
+    rest_ptr, counter, places, total_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh,
     stride_os,
     sq, sk, tq, left, right, query_tiles, key_blocks, head_block, all_heads, heads, unit,
@@ -90,7 +90,7 @@ def forward_kernel(
     )
     outputs = bundles.Outputs(
         o_desc, low_desc, part_ptr, lse_ptr, row_ptr, max_ptr, stride_ob, stride_os, stride_oh, tq,
-        rest_ptr,
+        rest_ptr, total_ptr,
     )  # fmt: skip
     softmax = bundles.Softmax(unit, steepness, sink_ptr)
     # Tuples are written where they are used, with literal functions: Gluon takes no other.

@@ -37,6 +37,7 @@ from stable_attention.hopper.plan import (
     mask,
     planned,
     reach,
+    segment,
     units,
 )
 from stable_attention.hopper.rows import (
@@ -63,9 +64,6 @@ RANKED = 2**23
 """Keys that `numerics.key_of_rank` tells apart."""
 L2_FORWARD = {True: 32 * 2**20, False: 8 * 2**20}
 """The same of the K and V that a group of query heads reads in the forward pass."""
-SEGMENT = 2048
-"""Keys that the tensor cores add up before "compensated" adds in float32. `numerics.truncation` of
-them, 8e-6, is within the 1e-5 of RMS(delta) that its mean error may have at any length."""
 NOTHING = (None,) * 12
 """Of what `sum_kernel` takes off a gradient of which nothing is."""
 
@@ -112,12 +110,20 @@ def forward(
             (
                 *(cut(x, True) for x in (q, k, v, result.out, low)),
                 cut(lse), cut(row), result.max_logits if with_max_logits else None, sinks,
-                cut(rest), counter, places,
+                cut(rest), counter, places, _total(plan, q.device),
             ),
             functools.partial(_forward_arguments, plan),
-            own=2,
+            own=3,
         )  # fmt: skip
     return result
+
+
+def _total(plan: Plan, device: torch.device) -> torch.Tensor | None:
+    """Where consumers keep the total of segments that nothing else has room for."""
+    d, dv = width(plan.problem.d), width(plan.problem.dv)
+    if not (FORWARD[d, dv].total_away and segment(plan.problem)):
+        return None
+    return torch.empty((plan.programs(device), 2, 64 * dv), dtype=torch.float32, device=device)
 
 
 def _places(
@@ -407,6 +413,7 @@ def _forward_arguments(
     rest: torch.Tensor | None,
     counter: torch.Tensor,
     places: torch.Tensor | None,
+    total: torch.Tensor | None,
 ) -> Arguments:
     problem, query_tiles = plan.problem, plan.query_tiles
     partial = out.dtype == torch.float32
@@ -420,7 +427,7 @@ def _forward_arguments(
         tiled(q, layout, 64, columns), tiled(k, layout, bn, columns), tiled(v, layout, bn, dv),
         None if partial else tiled(out, layout, 64, tile.out),
         None if low is None else tiled(low, layout, 64, tile.out),
-        out if partial else None, lse, row, max_logits, sinks, rest, counter, places,
+        out if partial else None, lse, row, max_logits, sinks, rest, counter, places, total,
         *(s for x in (q, k, v, out) for s in steps(x, layout)),
         strides(out, layout)[1] if partial else None,
         problem.sq, problem.sk, problem.tq if problem.varlen else problem.sq, *bounds,
@@ -428,19 +435,17 @@ def _forward_arguments(
         divisor(heads, L2_FORWARD[limited] // max(1, 2 * (d + dv) * problem.sk)), heads,
         problem.heads, *units(problem),
     )  # fmt: skip
-    rounded = KNOWN[problem.stabilizer].rounded_normalizer
     named: dict[str, object] = {
         "D": d, "DV": dv, "BN": bn, "GROUP": problem.group, "CAPPED": problem.softcap > 0,
         **masked, "EVEN": masked["BAND"] or problem.sk % bn == 0,
         "SLOTS": tile.slots, "Q_SLOTS": tile.q_slots,
-        "SEGMENT": SEGMENT // bn if rounded and problem.sk > SEGMENT and tile.segments else 0,
-        "ROUNDED": rounded, "SUM": lse is not None, "HAS_LOW": low is not None,
-        "HAS_MAX": max_logits is not None, "HAS_SINK": sinks is not None,
-        "Q_IN_REGISTERS": tile.q_in_registers,
+        "SEGMENT": segment(problem), "ROUNDED": KNOWN[problem.stabilizer].rounded_normalizer,
+        "SUM": lse is not None, "HAS_LOW": low is not None, "HAS_MAX": max_logits is not None,
+        "HAS_SINK": sinks is not None, "Q_IN_REGISTERS": tile.q_in_registers,
         # A consumer gets 240 of them: what the kernel starts with leaves these to it.
         "maxnreg": 168, "num_warps": 4,
     }  # fmt: skip
-    return (min(heads * query_tiles, processors(q.device)),), positional, named
+    return (plan.programs(q.device),), positional, named
 
 
 def _backward_arguments(

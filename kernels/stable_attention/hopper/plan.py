@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import torch
 import triton
 
-from stable_attention.hopper.descriptors import entries
-from stable_attention.hopper.shapes import TILES
+from stable_attention.hopper.descriptors import entries, processors
+from stable_attention.hopper.shapes import FORWARD, TILES, width
 from stable_attention.hopper.tiles import TILE
 from stable_attention.problem import UNLIMITED, Problem
+from stable_attention.stabilizers import KNOWN
 from stable_attention.triton.launches import KEPT
 from stable_attention.triton.options import LOG2E
 
@@ -22,6 +24,11 @@ FAR = 2**30
 """Keys to the side that no window has."""
 PROCESSORS = 132
 """Of an H100 or H200: how a call is split must not depend on the device, or its bits would."""
+
+
+SEGMENT = 2048
+"""Keys that the tensor cores add up before "compensated" adds in float32. `numerics.truncation` of
+them, 8e-6, is within the 1e-5 of RMS(delta) that its mean error may have at any length."""
 
 
 def divisor(heads: int, most: int) -> int:
@@ -100,6 +107,17 @@ class Plan:
             parts, backward_tiles, key_tiles,
         )  # fmt: skip
 
+    def programs(self, device: torch.device) -> int:
+        """Of the forward pass."""
+        return min(self.entries * self.problem.heads * self.query_tiles, processors(device))
+
+
+def segment(problem: Problem) -> int:
+    """Blocks of keys in a segment of the forward pass; 0 where there are none."""
+    rounded = KNOWN[problem.stabilizer].rounded_normalizer
+    bn = FORWARD[width(problem.d), width(problem.dv)].bn
+    return SEGMENT // bn if rounded and problem.sk > SEGMENT else 0
+
 
 def splits(problem: Problem) -> int:
     """Parts of the query heads of a key/value head, each an item of the backward pass.
@@ -154,6 +172,7 @@ planned = functools.lru_cache(maxsize=KEPT)(Plan.of)
 
 __all__ = [
     "FAR",
+    "SEGMENT",
     "Plan",
     "divisor",
     "dropout",
@@ -161,6 +180,7 @@ __all__ = [
     "mask",
     "planned",
     "reach",
+    "segment",
     "splits",
     "units",
 ]

@@ -27,15 +27,15 @@ class Tile(NamedTuple):
     out: int = 128
     """Columns of O that leave at once; all of them through Q's place where that has two slots."""
     q_in_registers: bool = False
-    segments: bool = True
-    """Whether a second accumulator has room."""
+    total_away: bool = False
+    """Whether the total of segments lies in global memory: nothing else has room for it."""
 
 
 FORWARD = {
     (64, 64): Tile(128, 64, 3, out=64, q_in_registers=True),
     (128, 128): Tile(128, 128, 2),
     (192, 128): Tile(64, 64, 3, q_slots=1, out=64),
-    (256, 256): Tile(64, 256, 2, q_slots=1, out=64, segments=False),
+    (256, 256): Tile(64, 256, 2, q_slots=1, out=64, total_away=True),
 }
 """(head dim of q and k, of v) -> tile."""
 

@@ -216,6 +216,47 @@ def fetched(place, LIKE: gl.constexpr):
 
 
 @gluon.jit
+def _own_numbers(x):
+    """[64, N] of a product as [N / 8, 128, 4]: a thread's registers, in fours of 16 bytes."""
+    N: gl.constexpr = x.shape[1]
+    y = gl.permute(gl.reshape(x, [4, 2, 8, N // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
+    return gl.reshape(y, [N // 8, 128, 4])
+
+
+@gluon.jit
+def _own_offsets(N: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of numbers in the form of `_own_numbers`, in 256 N bytes of memory."""
+    eights: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
+    threads: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
+    ones: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))
+    e = gl.expand_dims(gl.expand_dims(gl.arange(0, N // 8, eights), 1), 2)
+    t = gl.expand_dims(gl.expand_dims(gl.arange(0, 128, threads), 0), 2)
+    c = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, ones), 0), 1)
+    return e * 512 + pinned(t) * 4 + c
+
+
+@gluon.jit
+def keep(ptr, x):
+    """Leave [64, N] of a product in memory, where each thread finds its own again."""
+    N: gl.constexpr = x.shape[1]
+    y = _own_numbers(x)
+    spread: gl.constexpr = y.type.layout
+    gl.store(ptr + _own_offsets(N, spread), y)
+
+
+@gluon.jit
+def add_kept(ptr, x, factor):
+    """x [64, N] plus what `keep` left, times ``factor`` [64]."""
+    N: gl.constexpr = x.shape[1]
+    like: gl.constexpr = x.type.layout
+    spread: gl.constexpr = _own_numbers(x).type.layout
+    y = gl.load(ptr + _own_offsets(N, spread))
+    y = gl.permute(gl.reshape(y, [N // 8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+    y = gl.convert_layout(gl.reshape(y, [64, N]), like, assert_trivial=True)
+    return y * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, like)), 1) + x
+
+
+@gluon.jit
 def split(acc, FAR: gl.constexpr):
     """(columns whose total is in registers, the others: none of them unless FAR)."""
     if FAR:
@@ -356,6 +397,7 @@ def store_rows(
 __all__ = [
     "LANES",
     "NOTHING",
+    "add_kept",
     "add_rounded_sum",
     "add_weighted",
     "by_lane",
@@ -366,6 +408,7 @@ __all__ = [
     "hidden_outside",
     "high_part",
     "join_total",
+    "keep",
     "largest_key",
     "log_sum_exp_planes",
     "low_part",
