@@ -135,6 +135,19 @@ def projection_captures(parts: Parts) -> Table:
     return ["worst head: run, step", *names], body, []
 
 
+def projection_stock(parts: Parts) -> Table:
+    """Errors of the worst head of a stock model's layers."""
+    ((_, cells),) = _cells(parts, "run").items()
+    names = ("SDPA-cuDNN", DEFAULT, "compensated_projected", EXACT)
+    body = [
+        [label, *(f"{max(row[key] for row in cells[x]):.4f}" for x in names)]
+        for key, label in (("dq", "dQ"), ("dk", "dK"))
+    ]
+    model = cells[EXACT][0]["run"].split()[0]
+    count = sum(row["heads"] for row in cells[EXACT])
+    return [f"{model}, worst of {count} heads", *names], body, []
+
+
 def projection_time(parts: Parts) -> Table:
     """Forward plus backward over that of ``none``, geometric means over the shapes."""
     body = []
@@ -227,13 +240,13 @@ def readme_cost(parts: Parts) -> Table:
     from stable_attention.stabilizers import STABILIZERS
 
     body = []
-    for name in ("SDPA-cuDNN", "none", DEFAULT):
+    for name in ("SDPA-cuDNN", DEFAULT):
         extra = STABILIZERS[name].saved_bytes(128) - 260 if name in OURS else 0
         label = f"`stable_flash`, `{name}`" if name in OURS else "cuDNN (SDPA)"
-        times = [f"{row['peers'][name][which]:.2f} ms" for which in PASSES]
+        times = [f"{row['peers'][name][which]:.2f}" for which in PASSES]
         body.append([label, *times, f"{extra / 128:g}"])
-    head = [f"{row['b']} x {row['s']} tokens, {row['h']} heads, d {row['d']}, causal", *PASSES]
-    return [*head, "bytes kept per element of O, beyond O and LSE"], body, [_changed(result)]
+    head = [f"ms, {row['b']} x {row['s']} tokens, {row['h']} heads, d {row['d']}, causal", *PASSES]
+    return [*head, "bytes per element of O, beyond O and LSE"], body, [_changed(result)]
 
 
 def kernel_host(parts: Parts) -> Table:
@@ -481,6 +494,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Parts], Table]]] = {
     "projection-errors": ("projection", "errors", projection_errors),
     "projection-logits": ("projection", "logits", projection_logits),
     "projection-captures": ("projection", "captures", projection_captures),
+    "projection-stock": ("projection", "stock", projection_stock),
     "projection-time": ("projection", "times", projection_time),
     "int8-errors": ("int8", "errors", int8_errors),
     "borrowed": ("borrowed", "", borrowed),

@@ -9,7 +9,8 @@ float64. ``errors``: the regimes of tests/regimes.py, causal, d 64, from 512 to 
 ``logits``: a few heavy keys at logits from 1e2 to 1e6, scores exact in float32. ``times``: medians
 of CUDA-event intervals, all numerics in turn, on the portable kernels and, on sm_90, on its own.
 ``captures``: every head of causal captures that runs left, by default those of
-tests/stability/captures. ``stock``: the same of a stock model's (research/stock.py).
+tests/stability/captures. ``stock``: the worst head of each layer of a stock model's
+(research/stock.py).
 """
 
 from __future__ import annotations
@@ -183,6 +184,22 @@ def captures(files: list[Path]) -> Iterator[dict[str, Any]]:
                 yield same | {"backend": name} | distances(x, exact)
 
 
+def stock(files: list[Path]) -> Iterator[dict[str, Any]]:
+    if not files:
+        raise SystemExit("stock: name the captures that research/stock.py wrote")
+    for path in files:
+        yield from worst_heads([*captures([path])])
+
+
+def worst_heads(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Of a layer's heads, backend by backend: the largest error of each gradient."""
+    for name in dict.fromkeys(row["backend"] for row in rows):
+        mine = [row for row in rows if row["backend"] == name]
+        same = {key: mine[0][key] for key in ("run", "step", "layer", "backend")}
+        worst = {key: max(row[key] for row in mine) for key in ("dq", "dk", "dv")}
+        yield same | {"heads": len(mine)} | worst
+
+
 def milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
     a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     a.record()
@@ -220,10 +237,8 @@ def main() -> None:
     parts = {"errors": errors, "logits": logits, "times": times}
     given = sys.argv[1:]
     files = [Path(x) for x in given if x.endswith(".pt")]
-    parts["captures"] = parts["stock"] = lambda: captures(files)
+    parts |= {"captures": lambda: captures(files), "stock": lambda: stock(files)}
     for part in [x for x in given if not x.endswith(".pt")] or [x for x in parts if x != "stock"]:
-        if part == "stock" and not files:
-            raise SystemExit("stock: name the captures that research/stock.py wrote")
         rows = []
         for row in parts[part]():
             rows.append(row)

@@ -142,8 +142,8 @@ def test_speeds_of_kernels():
     assert "4 of 4 intervals" in render("kernel-speed", attention(queued_ms=0.05))
     assert "stopped before its end" in render("kernel-speed", attention(complete=False))
     cost = render("cost", attention())
-    assert "| `stable_flash`, `compensated` | 1.25 ms | 3.00 ms | 2 |" in cost
-    assert "| cuDNN (SDPA) | 1.00 ms | 3.00 ms | 0 |" in cost
+    assert "| `stable_flash`, `compensated` | 1.25 | 3.00 | 2 |" in cost
+    assert "| cuDNN (SDPA) | 1.00 | 3.00 | 0 |" in cost
 
 
 def test_speeds_of_context_parallelism():
