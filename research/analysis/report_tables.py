@@ -29,7 +29,8 @@ from shared import RESULTS, number, step, table
 PAGE = RESULTS.parent / "report.md"
 SETTLED, WINDOW, LAST = 2000, 50, 4
 """Losses are compared from this step on, in windows of so many steps; over the last so many."""
-CONTINUED, LATE = "attribution_continued", "rescue_late"
+CONTINUED, LATE, RESCUED = "attribution_continued", "rescue_late", "rescue_projection"
+ANSWERED = ("control", "projected", "compensated_projected")  # of RESCUED: in `continued`
 OF = {
     "BF16 stream": "baselines_bf16_residual",
     "BF16 stream, to 8,000": "projection_bf16_residual",
@@ -237,18 +238,17 @@ def probes() -> str:
 
 def continued() -> str:
     """Verdicts of the cells that continue a run on its way, and how often its heads grew."""
-    rows = []
-    for section, more in (("runs", ""), ("projection", ", second base")):
-        every = shared.read("continued_heads")[section]["runs"].values()
-        for cell in dict.fromkeys(
-            run["cell"] for run in sorted(every, key=lambda run: run["place"])
-        ):
+    rows, found = [], shared.read("continued_heads")
+    for sections, more in ((["runs"], ""), (["projection", RESCUED], ", second base")):
+        every = [run for name in sections for run in found[name]["runs"].values()]
+        every = sorted((r for r in every if r["from_step"] < r["event"]), key=lambda r: r["place"])
+        for cell in dict.fromkeys(run["cell"] for run in every):
             row = [cell + more]
             for run in sorted((r for r in every if r["cell"] == cell), key=lambda run: run["seed"]):
                 grown = [h["growth"] for h in run["heads"] if h["growth"] is not None]
                 row.append(", ".join(f"{x:.{0 if x >= 10 else 2}f}" for x in grown) or "cut")
                 row.append(run["verdict"].replace("untold", "-"))
-            rows.append([*row, "", ""] if more else row)
+            rows.append(row + [""] * (5 - len(row)))
     return table(["changed", "seed 1: growth", "verdict", "seed 2: growth", "verdict"], rows)
 
 
@@ -269,12 +269,12 @@ def rescue() -> str:
     Saved: the last windows have norms and losses below the protocol's limits.
     """
     rows = []
-    for protocol in ("rescue", LATE):
+    for protocol in ("rescue", LATE, RESCUED):
         limits = shared.read("runs")[protocol]["explosion"]
         bases = {run["seed"]: run for run in rows_of(protocol) if run["cell"] == "base"}
         for run in rows_of(protocol):
             at = (run.get("origin") or {"step": run.get("switched_at")})["step"]
-            if at is None:
+            if at is None or (protocol == RESCUED and run["cell"] in ANSWERED):
                 continue
             base, key = bases[run["seed"]], (protocol, run["run"])
             own, peer = windows()[key], counted(f"compensated-s{run['seed']}")
