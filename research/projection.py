@@ -33,12 +33,13 @@ from regimes import REGIMES, make_regime
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from stable_attention import configs, dispatch, stable_attention
+from stable_attention import configs, dispatch, fa4, stable_attention
 
 OURS = ("none", "compensated", "projected", "compensated_projected")
 EXPERIMENTS = ("projected_key", "compensated_projected_mean")
 FP32 = "FP32 attention"
 ROUNDED = "float64, rounded once"
+GPROJ = "GProj as published, emulated"
 Tensors = tuple[torch.Tensor, ...]
 Call = Callable[..., torch.Tensor]
 
@@ -55,40 +56,100 @@ def vendor(backend: SDPBackend, **options: Any) -> Call:
     return run
 
 
+def flash4(scale: float, causal: bool) -> Call:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        window = (-1, 0 if causal else -1)
+        out = fa4.attention(q, k, v, scale=scale, window=window, deterministic=False)
+        return out.transpose(1, 2)
+
+    return run
+
+
+def peers(scale: float, *, causal: bool) -> dict[str, Call]:
+    """Our numerics and the vendors', FlashAttention-4 where it is installed."""
+    found = {name: ours(name, scale=scale, causal=causal) for name in OURS}
+    for name, backend in (
+        ("SDPA-cuDNN", SDPBackend.CUDNN_ATTENTION),
+        ("SDPA-flash", SDPBackend.FLASH_ATTENTION),
+    ):
+        found[name] = vendor(backend, scale=scale, is_causal=causal)
+    if why := fa4.missing():
+        print(f"without FA4: {why}", flush=True)
+    else:
+        found["FA4"] = flash4(scale, causal)
+    return found
+
+
 def gradients(call: Call, inputs: Tensors, dout: torch.Tensor) -> Tensors:
     leaves = [x.detach().requires_grad_() for x in inputs]
     return torch.autograd.grad(call(*leaves), leaves, dout)
 
 
-def truth(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    scale: float | None = None,
-) -> Tensors:
-    """float64 gradients of causal attention [1, h, n, d], a head and 512 rows at a time."""
-    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
-    n, scale = q.shape[2], scale or q.shape[3] ** -0.5
-    key = torch.arange(n, device=q.device)
-    for h in range(q.shape[1]):
-        for i in range(0, n, 512):
-            e = min(n, i + 512)
-            qi, gi = q[0, h, i:e].double(), dout[0, h, i:e].double()
-            ks, vs = k[0, h, :e].double(), v[0, h, :e].double()
-            s = (qi @ ks.T * scale).masked_fill(key[None, :e] > key[i:e, None], -math.inf)
-            p = s.softmax(-1)
-            dp = gi @ vs.T
-            ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
-            dq[0, h, i:e] = ds @ ks
-            dk[0, h, :e] += ds.T @ qi
-            dv[0, h, :e] += p.T @ gi
+def blocks(
+    inputs: Tensors, dout: torch.Tensor, *, causal: bool
+) -> Iterator[tuple[int, slice, int, Tensors]]:
+    """Head, rows, keys they see, and rows of q and dO, keys and values, 512 rows at a time."""
+    q, k, v = inputs
+    n = q.shape[2]
+    for h, i in itertools.product(range(q.shape[1]), range(0, n, 512)):
+        rows, e = slice(i, min(n, i + 512)), min(n, i + 512) if causal else n
+        yield h, rows, e, (q[0, h, rows], dout[0, h, rows], k[0, h, :e], v[0, h, :e])
+
+
+def masked(s: torch.Tensor, rows: slice, *, causal: bool) -> torch.Tensor:
+    if not causal:
+        return s
+    key = torch.arange(rows.stop, device=s.device)
+    return s.masked_fill(key > key[rows, None], -math.inf)
+
+
+def truth(inputs: Tensors, dout: torch.Tensor, scale: float, *, causal: bool = True) -> Tensors:
+    """float64 gradients of attention [1, h, n, d]."""
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in inputs)
+    for h, rows, e, block in blocks(inputs, dout, causal=causal):
+        qi, gi, ks, vs = (x.double() for x in block)
+        p = masked(qi @ ks.T * scale, rows, causal=causal).softmax(-1)
+        dp = gi @ vs.T
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+        dq[0, h, rows] = ds @ ks
+        dk[0, h, :e] += ds.T @ qi
+        dv[0, h, :e] += p.T @ gi
     return dq, dk, dv
 
 
-def in_float32(
-    inputs: Tensors, dout: torch.Tensor, scale: float | None = None
+def gproj(
+    inputs: Tensors, dout: torch.Tensor, scale: float, *, causal: bool = True
 ) -> list[torch.Tensor]:
+    """GProj as published (arXiv 2609.34272), emulated: rounding where its kernels round, no FMA.
+
+    FlashAttention's numerics with one LSE; from dQ and dK goes P times the row's sum of the rounded
+    dS over that of the rounded P.
+    """
+    kind = dout.dtype
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(kind).float()
+
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in inputs)
+    for h, rows, e, block in blocks(inputs, dout, causal=causal):
+        qi, gi, ks, vs = (x.float() for x in block)
+        s = masked(qi @ ks.T * scale, rows, causal=causal)
+        top = s.amax(-1, keepdim=True)
+        p = (s - top).exp()
+        total = p.sum(-1, keepdim=True)
+        o = rounded(rounded(p) @ vs / total)
+        p = (s - (top + total.log())).exp()
+        ds = rounded(p * (gi @ vs.T - (o * gi).sum(-1, keepdim=True)))
+        p = rounded(p)
+        leak = ds.sum(-1, keepdim=True) / p.sum(-1, keepdim=True)
+        dq[0, h, rows] = scale * (ds @ ks - leak * (p @ ks))
+        dk[0, h, :e] += scale * (ds.T @ qi - rounded(leak * p).T @ qi)
+        dv[0, h, :e] += p.T @ gi
+    return [x.to(kind) for x in (dq, dk, dv)]
+
+
+def in_float32(inputs: Tensors, dout: torch.Tensor, scale: float) -> list[torch.Tensor]:
     """Attention in FP32 from the same BF16 inputs, gradients stored in BF16."""
     call = vendor(SDPBackend.EFFICIENT_ATTENTION, is_causal=True, scale=scale)
     found = gradients(call, tuple(x.float() for x in inputs), dout.float())
@@ -102,21 +163,26 @@ def distances(found: Any, exact: Tensors) -> dict[str, float]:
     }
 
 
+def compared(
+    calls: dict[str, Call], inputs: Tensors, dout: torch.Tensor, scale: float
+) -> dict[str, dict[str, float]]:
+    """Name -> errors of causal attention, attention in FP32 and what storing costs among them."""
+    exact = truth(inputs, dout, scale)
+    found: dict[str, Any] = {name: gradients(call, inputs, dout) for name, call in calls.items()}
+    found[GPROJ] = gproj(inputs, dout, scale)
+    found[FP32] = in_float32(inputs, dout, scale)
+    found[ROUNDED] = [x.to(dout.dtype) for x in exact]
+    return {name: distances(x, exact) for name, x in found.items()}
+
+
 def errors() -> Iterator[dict[str, Any]]:
-    calls = {name: ours(name, causal=True) for name in (*OURS, *EXPERIMENTS)}
-    calls["SDPA-cuDNN"] = vendor(SDPBackend.CUDNN_ATTENTION, is_causal=True)
+    calls = peers(0.125, causal=True)
+    calls |= {name: ours(name, scale=0.125, causal=True) for name in EXPERIMENTS}
     for n, heads in ((512, 8), (2048, 8), (8192, 4), (32768, 1)):
         for regime in REGIMES:
             *inputs, dout = (x[None] for x in make_regime(regime, heads=heads, n=n, device="cuda"))
-            exact = truth(*inputs, dout)
-            found: dict[str, Any] = {
-                name: gradients(call, tuple(inputs), dout) for name, call in calls.items()
-            }
-            found[FP32] = in_float32(tuple(inputs), dout)
-            found[ROUNDED] = [x.to(dout.dtype) for x in exact]
-            for name, x in found.items():
-                same = {"n": n, "heads": heads, "regime": regime, "backend": name}
-                yield same | distances(x, exact)
+            for name, told in compared(calls, tuple(inputs), dout, 0.125).items():
+                yield {"n": n, "heads": heads, "regime": regime, "backend": name} | told
 
 
 def large_logits(
@@ -136,9 +202,7 @@ def large_logits(
 
 def logits() -> Iterator[dict[str, Any]]:
     for scale, label in ((math.log(2) / 8, "ln 2 / 8"), (0.125, "1 / 8")):
-        calls = {name: ours(name, scale=scale) for name in OURS}
-        calls["SDPA-cuDNN"] = vendor(SDPBackend.CUDNN_ATTENTION, scale=scale)
-        calls["SDPA-flash"] = vendor(SDPBackend.FLASH_ATTENTION, scale=scale)
+        calls = peers(scale, causal=False)
         for dtype in (torch.bfloat16, torch.float16):
             for size in (1e2, 1e3, 1e4, 1e5, 1e6):
                 inputs, dout = large_logits(size, dtype)
@@ -147,8 +211,9 @@ def logits() -> Iterator[dict[str, Any]]:
                 exact = torch.autograd.grad(out, (q, k, v), dout.double())
                 # Column 0 holds the heavy keys' logit alone, and dwarfs the others.
                 exact = (exact[0][..., 1:], exact[1][..., 1:], exact[2])
-                for name, call in calls.items():
-                    dq, dk, dv = gradients(call, inputs, dout)
+                found: dict[str, Any] = {n: gradients(x, inputs, dout) for n, x in calls.items()}
+                found[GPROJ] = gproj(inputs, dout, scale, causal=False)
+                for name, (dq, dk, dv) in found.items():
                     same = {"scale": label, "dtype": str(dtype), "logits": size, "backend": name}
                     yield same | distances((dq[..., 1:], dk[..., 1:], dv), exact)
 
@@ -165,23 +230,13 @@ def captures(files: list[Path]) -> Iterator[dict[str, Any]]:
                 x[:, :, j : j + 1].permute(1, 2, 0, 3).contiguous().cuda()
                 for x, j in ((one.q, i), (one.k, at), (one.v, at), (one.dout, i))
             )
-            # truth() takes one sequence
+            # of one sequence
             *inputs, dout = (x[:1] for x in (*inputs, dout))
-            exact = truth(*inputs, dout, scale=one.scale)
-            calls = {name: ours(name, causal=True, scale=one.scale) for name in OURS}
-            kind = SDPBackend.CUDNN_ATTENTION
-            calls["SDPA-cuDNN"] = vendor(kind, is_causal=True, scale=one.scale)
-            kind = SDPBackend.FLASH_ATTENTION
-            calls["SDPA-flash"] = vendor(kind, is_causal=True, scale=one.scale)
-            found: dict[str, Any] = {
-                name: gradients(call, tuple(inputs), dout) for name, call in calls.items()
-            }
-            found[FP32] = in_float32(tuple(inputs), dout, scale=one.scale)
-            found[ROUNDED] = [x.to(dout.dtype) for x in exact]
-            for name, x in found.items():
+            calls = peers(one.scale, causal=True)
+            for name, told in compared(calls, tuple(inputs), dout, one.scale).items():
                 run = f"{one.run_name} {one.backend}/{one.stabilizer}"
                 same = {"run": run, "step": one.step, "layer": one.layer, "head": head}
-                yield same | {"backend": name} | distances(x, exact)
+                yield same | {"backend": name} | told
 
 
 def stock(files: list[Path]) -> Iterator[dict[str, Any]]:
