@@ -36,7 +36,7 @@ sys.path.append(str(ROOT / "tests" / "context_parallel"))
 
 import attention  # chooses Triton's interpreter where there is no GPU
 import torch
-from machine import describe_kernels, earlier, parser, write_result
+from machine import describe_kernels, earlier, fault, parser, write_result
 from regimes import REGIMES, SINK_REGIMES, make_regime
 from torch.nn.attention import SDPBackend
 
@@ -201,8 +201,7 @@ def measure(
         try:
             results[name] = backends(device)[name]()(*tensors)
         except Exception as error:
-            first = (str(error).splitlines() or [""])[0]
-            cells[name] = {"error": f"{type(error).__name__}: {first[:200]}"}
+            cells[name] = {"error": fault(error)}
     reports = probe_results(
         *tensors, results=results, layout="bhsd", causal=True, skip_rows=min(SKIP_ROWS, n // 2)
     )

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import os
 import statistics
@@ -52,18 +51,18 @@ if DEVICE == "cpu":
 
 import torch
 import torch.nn.functional as F
+from kernel_tables import DEFAULT, GRIDS, OURS, PASSES, kernel_speed, plot
 from machine import (
     RESULTS,
     describe_kernels,
     earlier,
+    fault,
     in_workers,
     interval,
     markdown,
     parser,
-    thousand,
     write_result,
 )
-from tables import DEFAULT, GRIDS, OURS, PASSES, PEERS, kernel_speed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stable_attention import fa4, stable_attention
@@ -182,6 +181,11 @@ def peers(shape: Shape) -> dict[str, Call]:
     } | found
 
 
+def flex_peers(shape: Shape) -> dict[str, Call]:
+    """The second pass."""
+    return {FLEX: flex(shape), "none, again": ours("none", shape)}
+
+
 def tensors(shape: Shape) -> list[torch.Tensor]:
     """q, k, v (leaves) and dO, random."""
     size = ((shape.h, shape.d), (shape.kv_heads, shape.d), (shape.kv_heads, shape.dv))
@@ -226,8 +230,8 @@ def one_round(call: Call, leaves: list[torch.Tensor], budget_ms: float) -> dict[
     """Forward and backward intervals, peak memory and host time of one peer."""
     *qkv, dout = leaves
     base = peak = 0
+    synchronize()
     if DEVICE == "cuda":
-        torch.cuda.synchronize()
         base = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(call(*qkv), qkv, dout)
@@ -258,14 +262,13 @@ def measure(
             try:
                 rounds[name].append(one_round(table[name], leaves, budget_ms))
             except Exception as error:
-                first = (str(error).splitlines() or [""])[0]
-                cells[name] = {"error": f"{type(error).__name__}: {first[:160]}"}
-                if "CUDA error" in first:
+                cells[name] = {"error": fault(error)}
+                if "CUDA error" in cells[name]["error"]:
                     raise
     for name, found in rounds.items():
         if name in cells:
             continue
-        times = {p: [x for r in found for x in r[p]] for p in ("forward", "backward")}
+        times = {p: [x for r in found for x in r[p]] for p in PASSES}
         cells[name] = {p: round(statistics.median(x), 4) for p, x in times.items()}
         # The second round's: the first one also holds what a peer sets up once.
         cells[name]["peak_mib"] = round(found[-1]["peak"] / 2**20, 1)
@@ -273,33 +276,20 @@ def measure(
     return cells
 
 
-def compile_ahead(job: tuple[Shape, bool]) -> str:
+def compile_ahead(job: tuple[Shape, Callable[[Shape], dict[str, Call]]]) -> str:
     """Fill the compilers' caches for a shape, in a worker process; returns what went wrong."""
-    shape, with_flex = job
+    shape, table_of = job
     try:
         *qkv, dout = tensors(shape)
-        table = {FLEX: flex(shape)} if with_flex else peers(shape)
-        for name, call in table.items():
+        for name, call in table_of(shape).items():
             if not name.startswith(("SDPA", "FA4")) and "fa4" not in name:  # no cache on disk
                 torch.autograd.grad(call(*qkv), qkv, dout)
         synchronize()
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
     except Exception as error:
-        return f"{shape}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+        return f"{shape}: {fault(error)}"
     return ""
-
-
-def compile_all(wanted: list[Shape], *, with_flex: bool, workers: int, end: float) -> None:
-    """`compile_ahead` over processes; gives up waiting when time runs out."""
-    if workers < 1 or not wanted:
-        return
-    began = time.monotonic()
-    jobs = [(shape, with_flex) for shape in wanted]
-    faults = in_workers(compile_ahead, jobs, workers=workers, seconds=max(1.0, end - began))
-    for fault in filter(None, faults):
-        print("compile ahead:", fault, flush=True)
-    print(f"compiled ahead in {time.monotonic() - began:.0f} s", flush=True)
 
 
 class Run:
@@ -322,7 +312,7 @@ class Run:
         rows = [asdict(s) | {"peers": self.rows[s]} for s in self.wanted if s in self.rows]
         figures = {
             "rows": rows,
-            "complete": all(self.has(s, "compensated") for s in self.wanted),
+            "complete": all(self.has(s, DEFAULT) for s in self.wanted),
         }
         write_result("attention", figures, self.args.out, part="speed", head=self.head)
         return figures
@@ -341,21 +331,22 @@ class Run:
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
 
-    def first_pass(self) -> None:
-        todo = [s for s in self.wanted if not self.has(s, "compensated")]
-        compile_all(todo, with_flex=False, workers=self.args.workers, end=self.end - 60)
-        for shape in todo:
-            if not self.late():
-                self.measure(shape, peers(shape))
-
-    def flex_pass(self) -> None:
-        todo = [s for s in self.wanted if not self.has(s, FLEX)]
-        if self.late() or DEVICE == "cpu":
+    def one_pass(self, name: str, table_of: Callable[[Shape], dict[str, Call]]) -> None:
+        """Compile and measure tables of the shapes that lack ``name``, until time runs out."""
+        todo = [s for s in self.wanted if not self.has(s, name)]
+        if not todo or self.late():
             return
-        compile_all(todo, with_flex=True, workers=self.args.workers, end=self.end - 60)
+        if self.args.workers > 0:
+            began = time.monotonic()
+            jobs = [(shape, table_of) for shape in todo]
+            limit = max(1.0, self.end - 60 - began)
+            faults = in_workers(compile_ahead, jobs, workers=self.args.workers, seconds=limit)
+            for found in filter(None, faults):
+                print("compile ahead:", found, flush=True)
+            print(f"compiled ahead in {time.monotonic() - began:.0f} s", flush=True)
         for shape in todo:
             if not self.late():
-                self.measure(shape, {FLEX: flex(shape), "none, again": ours("none", shape)})
+                self.measure(shape, table_of(shape))
 
 
 FEATURE_SHAPE = Shape("features", 4, 4096, 16, 16, 128, 128, causal=True)
@@ -437,8 +428,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 def features(args: argparse.Namespace) -> None:
     """The part ``features``: calls of `FEATURES` beside the same without the feature."""
-    small = DEVICE == "cpu"
-    shape = Shape("features", 1, 32, 1, 1, 16, 16, True) if small else FEATURE_SHAPE
+    shape = next(shapes()) if DEVICE == "cpu" else FEATURE_SHAPE
     rows: list[dict[str, Any]] = []
     for name, keys in FEATURES.items():
         plain = {"causal": True} | {k: v for k, v in keys.items() if k == "window"}
@@ -448,35 +438,6 @@ def features(args: argparse.Namespace) -> None:
         print(rows[-1], flush=True)
         figures = {"shape": asdict(shape), "rows": rows}
         write_result("attention", figures, args.out, part="features", head=describe_kernels())
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """TFLOP/s of attention by sequence length, causal: a panel a head dim and pass."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [r for r in result["rows"] if r["grid"] == GRIDS[0] and r["causal"]]
-    rows.sort(key=lambda r: r["s"])
-    dims = sorted({r["d"] for r in rows})
-    size = (4.5 * len(dims), 7.0)
-    figure, axes = pyplot.subplots(2, len(dims), figsize=size, squeeze=False)
-    for axis, (i, d) in zip(axes.flat, itertools.product((0, 1), dims), strict=True):
-        for name in (*PEERS, "none", DEFAULT):
-            found = [
-                (r["s"], (1.0, 2.5)[i] * 2 * r["b"] * r["h"] * r["s"] ** 2 * d / ms / 1e9)
-                for r in rows
-                if r["d"] == d and (ms := r["peers"].get(name, {}).get(PASSES[i]))
-            ]
-            axis.plot([x for x, _ in found], [y for _, y in found], "o-", label=name)
-        axis.set(xscale="log", ylim=(0, None), title=f"d {d}, causal, {PASSES[i]}")
-        axis.set(xlabel="tokens", ylabel="TFLOP/s per GPU")
-        ticks = sorted({r["s"] for r in rows})[::2]
-        axis.set_xticks(ticks, [thousand(x) for x in ticks], minor=False)
-    axes.flat[-1].legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
 
 
 def main() -> int:
@@ -503,8 +464,9 @@ def main() -> int:
             part(args)
             return 0
     run = Run(args)
-    run.first_pass()
-    run.flex_pass()
+    run.one_pass(DEFAULT, peers)
+    if DEVICE == "cuda":
+        run.one_pass(FLEX, flex_peers)
     result = run.head | run.save()
     print(markdown([result], kernel_speed({"speed": result})))
     return 0

@@ -35,8 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 import attention
 import torch
 from attention import DEVICE, Shape, measure, sdpa, shapes, tensors
-from machine import Row, in_workers, parser, sources_digest, speed, title, write_result
-from tables import PASSES
+from kernel_tables import PASSES
+from machine import Row, fault, in_workers, parser, sources_digest, speed, title, write_result
 from torch.nn.attention import SDPBackend
 
 STABILIZERS = ("compensated", "none")
@@ -129,7 +129,7 @@ def compile_version(job: tuple[Version, Path, list[Shape]]) -> str:
             try:
                 torch.autograd.grad(call(*qkv), qkv, dout)
             except Exception as error:
-                return f"{name}: {type(error).__name__}: {str(error)[:200]}"
+                return f"{name}: {fault(error)}"
     return ""
 
 

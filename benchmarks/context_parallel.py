@@ -351,8 +351,7 @@ def run(bench: Bench, record: Record | None) -> None:
             try:
                 mine = bench.measure(cell)
             except Exception as error:
-                first = (str(error).splitlines() or [""])[0]
-                mine = {"error": f"{type(error).__name__}: {first[:200]}"}
+                mine = {"error": machine.fault(error)}
         parts: list[Any] = [None] * bench.world
         dist.all_gather_object(parts, mine, group=bench.everyone)
         if record is not None:

@@ -275,6 +275,12 @@ def metrics(run_dir: Path) -> dict[int, dict[str, str]]:
     return {int(row["step"]): row for row in read_rows(run_dir / "metrics.csv")}
 
 
+def fault(error: BaseException) -> str:
+    """What was raised, in a line."""
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:200]}"
+
+
 def why(log: str) -> str:
     """The end of what torchrun's ranks said: its own account comes last and says nothing."""
     ranks, _, _ = log.partition("torch.distributed.elastic.multiprocessing.errors")
@@ -324,6 +330,8 @@ def fullest(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+Parts = dict[str, dict[str, Any]]
+"""A file of docs/assets: results by name."""
 Table = tuple[list[str], list[list[str]], list[str]]
 """Head, rows and the notes below; an empty note is left out."""
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from machine import describe_kernels, in_workers, parser, write_result
+from machine import describe_kernels, fault, in_workers, parser, write_result
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / p) for p in ("tests", "tests/kernels")]
@@ -89,7 +89,7 @@ def run_case(line: str) -> str:
         run_ours(case, make_inputs(case, "cuda"), poison=False)
         torch.cuda.synchronize()
     except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:200]}"
+        return fault(error)
     return ""
 
 
@@ -97,9 +97,9 @@ def child(cases: list[str]) -> int:
     """What runs under the tool: every case, one line each."""
     bad = 0
     for line in cases:
-        fault = run_case(line)
-        bad += bool(fault)
-        print("case failed:" if fault else "case done:", line, fault, flush=True)
+        failed = run_case(line)
+        bad += bool(failed)
+        print("case failed:" if failed else "case done:", line, failed, flush=True)
     return 1 if bad else 0
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe, interval
+from machine import describe, fault, interval
 
 from stable_attention import aot, configs
 from stable_attention.configs import Tile
@@ -134,7 +134,7 @@ def compile_once(job: tuple[str, int, bool, str, Tile]) -> str:
         bench_of(width, banded, stabilizer).run(which, tile)
         torch.cuda.synchronize()
     except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:120]}"
+        return fault(error)
     return ""
 
 
@@ -176,15 +176,15 @@ def search(pool: concurrent.futures.Executor, which: str, width: int) -> list[di
     jobs = jobs_of(which, width)
     faults = list(pool.map(compile_once, jobs))
     records: list[dict[str, Any]] = []
-    for job, fault in zip(jobs, faults, strict=True):
+    for job, failed in zip(jobs, faults, strict=True):
         banded, stabilizer, tile = job[2:]
-        ms = None if fault else bench_of(width, banded, stabilizer).time(which, tile)
+        ms = None if failed else bench_of(width, banded, stabilizer).time(which, tile)
         records.append(
             {"pass": which, "width": width, "banded": banded, "stabilizer": stabilizer}
             | asdict(tile)
-            | {"ms": ms, "fault": fault}
+            | {"ms": ms, "fault": failed}
         )
-        print(f"{which:8s} {width} {'band' if banded else 'full'} {tile} {ms} {fault}", flush=True)
+        print(f"{which:8s} {width} {'band' if banded else 'full'} {tile} {ms} {failed}", flush=True)
     return records
 
 

@@ -29,14 +29,8 @@ from torch.autograd.graph import increment_version
 
 from stable_attention import dispatch
 from stable_attention.api import check_device
-from stable_attention.describe import (
-    DTYPES,
-    OF_TENSORS,
-    Position,
-    check_rank,
-    check_token_stride,
-    describe,
-)
+from stable_attention.describe import DTYPES, OF_TENSORS, check_rank, check_token_stride, describe
+from stable_attention.extras import Position
 from stable_attention.layouts import LAYOUTS, dims, readable, row_shape
 from stable_attention.problem import (
     AttentionArgumentError,

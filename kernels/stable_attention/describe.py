@@ -1,4 +1,4 @@
-"""Checks of a call's tensors: from `Options` and tensors to a `Problem` and `Extras`.
+"""Checks of a call's tensors: from `Options` and tensors to a `Problem` and `Extras` (extras.py).
 
 Only facts that the host knows are checked. Values that live on the device (``cu_seqlens``) are
 never read, because reading them would stop the GPU; set ``STABLE_ATTENTION_DEBUG=1`` to check them
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from stable_attention import extras
+from stable_attention.extras import Position
 from stable_attention.layouts import (
     MAX_HEAD_DIM,
     MAX_TILE_EXTENT,
@@ -35,24 +37,19 @@ from stable_attention.problem import (
     Problem,
     build,
     constant,
-    integer,
     remembered,
     require,
     show,
     sure,
 )
-from stable_attention.reference.geometry import sequences as sequences_of
 from stable_attention.stabilizers import KNOWN
 
-OFF_BY_ONE = "off-by-one"
 DTYPES = (torch.bfloat16, torch.float16)
 # The largest logical extent: positions and tile starts are 32-bit inside the kernels.
 MAX_LENGTH = 2**31 - 2**12
 # How far apart positions that only the device knows may lie where there is a window.
 MAX_DISTANCE = 2**29
-_GLOBAL = "It is global."
 
-Position = int | torch.Tensor
 _checked: dict[tuple[object, ...], Problem] = {}
 """Calls of q, k and v alone that passed every check, by all that the checks look at."""
 
@@ -89,26 +86,26 @@ def describe(
         return known, Extras()
     layout = options.layout
     _check_tensors(q, k, v, layout)
-    sequences = _sequences(cu_seqlens_q, cu_seqlens_k, q, k, layout)
-    sq = _longest("max_seqlen_q", max_seqlen_q, q, layout)
-    sk = _longest("max_seqlen_k", max_seqlen_k, k, layout)
-    places = None if positions is None else _places(positions)
+    sequences = extras.sequences(cu_seqlens_q, cu_seqlens_k, q, k, layout)
+    sq = extras.longest("max_seqlen_q", max_seqlen_q, q, layout)
+    sk = extras.longest("max_seqlen_k", max_seqlen_k, k, layout)
+    places = None if positions is None else extras.places(positions)
     problem = _validated(
         options, q.dtype, q.shape, k.shape, v.shape, sequences, sq, sk, sinks is not None, places
     )
     if sinks is not None:
-        sinks = _sink_logits(sinks, problem.heads, q.device)
+        sinks = extras.sink_logits(sinks, problem.heads, q.device)
     for name, x in (("q", cu_seqlens_q_padded), ("k", cu_seqlens_k_padded)):
         if x is not None:
-            _check_starts(f"cu_seqlens_{name}_padded", x, problem, q.device)
+            extras.check_starts(f"cu_seqlens_{name}_padded", x, problem, q.device)
     if sequences and os.environ.get("STABLE_ATTENTION_DEBUG") == "1":
         told = cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded
-        _check_values((len(q), len(k)), (sq, sk), told)
-    check_seed(dropout_seed)
-    seed = dropout_seed_tensor(dropout_seed, q) if problem.dropout_p > 0 else None
+        extras.check_values((len(q), len(k)), (sq, sk), told)
+    extras.check_seed(dropout_seed)
+    seed = extras.dropout_seed_tensor(dropout_seed, q) if problem.dropout_p > 0 else None
     pos_q = pos_k = None
     if positions is not None and places == (None, None):
-        pos_q, pos_k = _position_tensors(positions, problem.batch, q.device)
+        pos_q, pos_k = extras.position_tensors(positions, problem.batch, q.device)
     if signature is not None:
         if len(_checked) >= KEPT:
             _checked.clear()
@@ -222,7 +219,7 @@ def _validated(
     has_sinks: bool,
     places: tuple[int | None, int | None] | None,
 ) -> Problem:
-    """The `Problem` of tensors of these shapes; ``places`` are those of `_places`."""
+    """The `Problem` of tensors of these shapes; ``places`` are those of `extras.places`."""
     _check_shapes(q, k, v, options.layout)
     batch, lq, heads, d = extents(q, options.layout)
     lk = extents(k, options.layout)[1]
@@ -247,7 +244,8 @@ def _validated(
             if place is not None:
                 if not 0 <= place <= MAX_LENGTH - length:
                     allowed = f"0 <= position <= {MAX_LENGTH} - {length} (the length)"
-                    raise AttentionArgumentError(f"{name}_position", place, allowed, _GLOBAL)
+                    name = f"{name}_position"
+                    raise AttentionArgumentError(name, place, allowed, extras.GLOBAL)
                 found[f"pos_{name}"] = place
     return build(options, dtype, q, k, v, sequences, sq, sk, has_sinks, **found)
 
@@ -339,181 +337,3 @@ def _bounds_that_hide(
         "Cut it in chunks, or give max_seqlen_q and max_seqlen_k.",
     )
     return UNLIMITED if idle[0] else left, UNLIMITED if idle[1] else right
-
-
-def _sequences(
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    layout: str,
-) -> int | None:
-    """How many sequences ``thd`` packs; None for the other layouts."""
-    both = (("cu_seqlens_q", cu_q, q), ("cu_seqlens_k", cu_k, k))
-    for name, cu, _ in both:
-        if layout != "thd":
-            allowed = f"None for layout {layout!r}"
-            require(cu is None, name, "given", allowed, "Use layout='thd' for it.")
-        else:
-            allowed = "an int32 tensor for layout 'thd'"
-            require(cu is not None, name, None, allowed, "Pass both offsets.")
-    if cu_q is None or cu_k is None:
-        return None
-    for name, cu, x in both:
-        _check_offsets(name, cu, x)
-    require(
-        cu_q.numel() == cu_k.numel(),
-        "cu_seqlens_k.numel()",
-        cu_k.numel(),
-        lambda: f"cu_seqlens_q's {cu_q.numel()}",
-        "Both describe the same sequences.",
-    )
-    return cu_q.numel() - 1
-
-
-def _check_offsets(name: str, cu: Any, x: torch.Tensor) -> None:
-    require(
-        isinstance(cu, torch.Tensor)
-        and cu.dim() == 1
-        and cu.dtype == torch.int32
-        and cu.device == x.device
-        and cu.numel() > 0,
-        name,
-        lambda: show(cu),
-        f"a 1-D torch.int32 tensor of b + 1 offsets on {x.device}",
-        "Build it with torch.tensor(..., dtype=torch.int32, device=q.device).",
-    )
-    require(cu.is_contiguous(), f"{name}.stride(0)", cu.stride(0), "1", "Call .contiguous().")
-
-
-def _check_values(
-    lengths: tuple[int, int], longest: tuple[int, int], tensors: tuple[torch.Tensor | None, ...]
-) -> None:
-    """`AttentionArgumentError` for offsets, starts and bounds that do not fit; stops a GPU."""
-    _, *found = zip(*sequences_of(*lengths, *tensors), strict=True)
-    for name, bound, slices in zip("qk", longest, found, strict=True):
-        most = max(x.stop - x.start for x in slices)
-        allowed = f"at least {most}, the longest"
-        require(most <= bound, f"max_seqlen_{name}", bound, allowed, "It would leave tokens out.")
-
-
-def _check_starts(name: str, x: object, problem: Problem, device: torch.device) -> None:
-    """`AttentionArgumentError` unless the kernels can read where sequences start."""
-    ok = (
-        isinstance(x, torch.Tensor)
-        and problem.varlen
-        and x.dim() == 1
-        and x.dtype == torch.int32
-        and x.device == device
-        and x.is_contiguous()
-        and x.numel() >= problem.batch
-    )
-    if not ok:
-        steps = f" with strides {x.stride()}" if isinstance(x, torch.Tensor) else ""
-        raise AttentionArgumentError(
-            name,
-            f"{show(x)}{steps} with layout {problem.layout!r}",
-            f"a contiguous int32 tensor of at least {problem.batch} starts on {device}, with "
-            "layout 'thd'",
-            "Leave it out where sequences lie back to back.",
-        )
-
-
-def _longest(name: str, bound: object, x: torch.Tensor, layout: str) -> int:
-    """The bound of the longest packed sequence, at most the buffer's length.
-
-    Without a bound every sequence may be as long as that: more empty tiles, no sync.
-    """
-    length = dims(x, layout)[1]
-    if bound is None:
-        return length
-    only = f"None for layout {layout!r}"
-    require(layout == "thd", name, lambda: show(bound), only, "It bounds packed sequences.")
-    allowed, remedy = "None or an integer >= 0", "It bounds the longest sequence."
-    most = integer(name, bound, allowed, remedy)
-    require(sure(most >= 0, otherwise=True), name, most, allowed, remedy)
-    if torch.compiler.is_compiling():
-        torch._check(most >= 0)
-        # Dynamo of torch 2.11 cannot trace sym_min; traced itself, min() is that.
-        if not torch.compiler.is_dynamo_compiling():
-            return torch.sym_min(most, length)
-    return min(most, length)
-
-
-def _sink_logits(sinks: torch.Tensor | str, heads: int, device: torch.device) -> torch.Tensor:
-    """Sinks as a contiguous tensor [h]."""
-    if isinstance(sinks, str):
-        ok = sinks == OFF_BY_ONE
-    else:
-        ok = (
-            isinstance(sinks, torch.Tensor)
-            and sinks.shape == (heads,)
-            and sinks.is_floating_point()
-            and sinks.device == device
-        )
-    require(
-        ok,
-        "sinks",
-        lambda: show(sinks),
-        f"None, {OFF_BY_ONE!r} or a floating tensor of shape ({heads},) on {device}",
-        "One logit per query head.",
-    )
-    if isinstance(sinks, str):
-        return torch.zeros(heads, dtype=torch.float32, device=device)
-    return sinks.resolve_neg().contiguous()
-
-
-def check_seed(seed: object) -> int:
-    """A dropout seed that is a number, as an int that fits int64; 0 for None and tensors."""
-    if seed is None or isinstance(seed, torch.Tensor):
-        return 0
-    allowed = "None, an int64 scalar tensor, or an integer in -2**63..2**63 - 1"
-    value = integer("dropout_seed", seed, allowed, "Cut it to 63 bits.")
-    require(-(2**63) <= value < 2**63, "dropout_seed", value, allowed, "Cut it to 63 bits.")
-    return value
-
-
-def dropout_seed_tensor(seed: torch.Tensor | int | None, like: torch.Tensor) -> torch.Tensor:
-    """The dropout seed as an int64 scalar on ``like``'s device, without a device sync."""
-    if seed is None:
-        return torch.randint(0, 2**62, (), dtype=torch.int64, device=like.device)
-    if not isinstance(seed, torch.Tensor):
-        return torch.full((), check_seed(seed), dtype=torch.int64, device=like.device)
-    if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != like.device:
-        raise AttentionArgumentError(
-            "dropout_seed",
-            f"a {seed.dtype} tensor of {seed.numel()} elements on {seed.device}",
-            f"None, an int or an int64 scalar tensor on {like.device}",
-            "The kernel reads it on the device.",
-        )
-    return seed
-
-
-def _places(positions: tuple[Position, Position]) -> tuple[int | None, int | None]:
-    """Positions of row 0 of q and of k as ints, both None where one is a tensor."""
-    found = [
-        None
-        if isinstance(p, torch.Tensor)
-        else integer(name, p, "an int, or an int32 tensor of a position a sequence", _GLOBAL)
-        for name, p in zip(("q_position", "k_position"), positions, strict=True)
-    ]
-    return (None, None) if None in found else (found[0], found[1])
-
-
-def _position_tensors(
-    positions: tuple[Position, Position], batch: int, device: torch.device
-) -> list[torch.Tensor]:
-    """Positions as int32 tensors [b], one of which may be given as an int."""
-    like = next(p for p in positions if isinstance(p, torch.Tensor))
-    found = []
-    for name, p in zip(("q_position", "k_position"), positions, strict=True):
-        x = p if isinstance(p, torch.Tensor) else torch.full_like(like, p)
-        if x.dtype != torch.int32 or x.shape != (batch,) or x.device != device:
-            raise AttentionArgumentError(
-                name,
-                f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}",
-                f"an int, or an int32 tensor of shape ({batch},) on {device}",
-                "One global position a sequence.",
-            )
-        found.append(x.contiguous())
-    return found

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from stable_attention.api import attend
-from stable_attention.describe import check_rank, describe, dropout_seed_tensor
+from stable_attention.describe import check_rank, describe
+from stable_attention.extras import dropout_seed_tensor
 from stable_attention.layouts import MAX_HEAD_DIM
 from stable_attention.problem import (
     AttentionArgumentError,

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "kernels"))
 
 from attention_cases import Case
-from planted_bugs import copy_package
+from planting import copy_package
 
 machine = benchmark_scripts.load("machine")
 sanitizer = benchmark_scripts.load("sanitizer")

@@ -93,7 +93,7 @@ def test_markers(tmp_path):
         tables.fill("<!-- cost:begin -->", tmp_path)
 
 
-def render(name: str, parts: tables.Parts) -> str:
+def render(name: str, parts: machine.Parts) -> str:
     return machine.markdown(parts.values(), tables.TABLES[name][2](parts))
 
 
@@ -147,7 +147,7 @@ def test_speeds_of_kernels():
 
 
 def test_speeds_of_context_parallelism():
-    alone = tables.same_work(131072, 8, 64)
+    alone = machine.same_work(131072, 8, 64)
 
     def one(system: str, ranks: int, tokens: int, **figures: Any) -> dict[str, Any]:
         return {"system": system, "ranks": ranks, "tokens": tokens, "causal": True} | figures

@@ -6,12 +6,9 @@ rank with keyword arguments; it starts its own process group. Importing costs fa
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import multiprocessing
 import os
 import sys
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -33,54 +30,30 @@ def _serve(connection: Any, path: list[str], cpu: bool) -> None:
 
         cpu_mode.install()
     scenarios = importlib.import_module("scenarios")
-    while True:
-        call = connection.recv()
-        if call is None:
-            return
-        name, environment, arguments = call
+
+    def play(name: str, environment: dict[str, str], arguments: dict[str, Any]) -> Any:
         os.environ.update(environment)
         try:
             module, _, function = name.rpartition(".")
             room = importlib.import_module(module) if module else scenarios
-            answer = (True, getattr(room, function)(**arguments))
-        except BaseException:
-            answer = (False, traceback.format_exc())
+            return getattr(room, function)(**arguments)
         finally:
             scenarios.leave()
-        connection.send(answer)
+
+    forked.answer_calls(connection, play)
 
 
-class RankPool:
+class RankPool(forked.Served):
     """``size`` idle ranks; `play` gives the first ``world`` of them a scenario."""
 
     def __init__(self, size: int, *, cpu: bool = True) -> None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.size = size
-        context = forked.context() if cpu else multiprocessing.get_context("spawn")
-        self._ranks = []
-        for _ in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, list(sys.path), cpu), daemon=True)
-            process.start()
-            there.close()
-            self._ranks.append((process, here))
-
-    def __enter__(self) -> RankPool:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for _, connection in self._ranks:
-            with contextlib.suppress(OSError):  # a rank that was killed
-                connection.send(None)
-        for process, _ in self._ranks:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+        super().__init__(_serve, [(cpu,)] * size, cpu=cpu)
 
     def play(self, scenario: str, *, world: int = 1, **arguments: Any) -> list[Any]:
         """Run a scenario on ``world`` ranks; what each rank returned."""
         port = str(free_port())
-        for rank, (_, connection) in enumerate(self._ranks[:world]):
+        for rank, pipe in enumerate(self.pipes[:world]):
             environment = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -88,16 +61,8 @@ class RankPool:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }
-            connection.send((scenario, environment, arguments))
-        answers = []
-        for rank, (_, connection) in enumerate(self._ranks[:world]):
-            if not connection.poll(TIMEOUT):
-                raise TimeoutError(f"rank {rank} of {scenario} gave no answer in {TIMEOUT} s")
-            answers.append(connection.recv())
-        for rank, (good, value) in enumerate(answers):
-            if not good:
-                raise AssertionError(f"rank {rank} of {scenario}:\n{value}")
-        return [value for _, value in answers]
+            pipe.send((scenario, environment, arguments))
+        return self.answers(scenario, range(world), TIMEOUT)
 
 
 def save(

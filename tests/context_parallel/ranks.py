@@ -8,14 +8,11 @@ Functions a rank can play are in `PLAYS`. With ``device="cuda"`` the backend is 
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -242,68 +239,31 @@ def _serve(
         timeout=datetime.timedelta(seconds=max(timeout, 120)),
     )
     world = World(rank, size, device, timeout)
-    while True:
-        call = connection.recv()
-        if call is None:
-            break
-        name, arguments = call
-        try:
-            answer = (True, PLAYS[name](world, *arguments))
-        except BaseException:
-            answer = (False, traceback.format_exc())
-        connection.send(answer)
+    forked.answer_calls(connection, lambda name, given: PLAYS[name](world, *given))
     # Leaving a group in good order means waiting for the others, who leave when they are told to.
     os._exit(0)
 
 
-class Ranks:
+class Ranks(forked.Served):
     """``size`` ranks of one process group."""
 
     def __init__(self, size: int, *, device: str = "cpu", timeout: float = 120) -> None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        context = forked.context() if device == "cpu" else multiprocessing.get_context("spawn")
         # A file and not a port: another test may take the port between choosing and using it.
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        self.processes, self._pipes = [], []
-        for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(there, list(sys.path), rank, size, store, device, timeout),
-                daemon=True,
-            )
-            process.start()
-            there.close()
-            self.processes.append(process)
-            self._pipes.append(here)
-
-    def __enter__(self) -> Ranks:
-        return self
+        each = [(rank, size, store, device, timeout) for rank in range(size)]
+        super().__init__(_serve, each, cpu=device == "cpu")
 
     def __exit__(self, *exc: object) -> None:
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):
-                pipe.send(None)
-        for process in self.processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+        super().__exit__(*exc)
         self._folder.cleanup()
 
     def play(self, name: str, *arguments: Any, lost: int | None = None) -> list[Any]:
         """Every rank's answer; ``lost`` is one that will not give any."""
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             pipe.send((name, arguments))
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if rank == lost:
-                answers.append(None)
-                continue
-            if not pipe.poll(ANSWER_SECONDS):
-                raise TimeoutError(f"rank {rank} gave no answer to {name} {arguments}")
-            good, value = pipe.recv()
-            if not good:
-                raise AssertionError(f"rank {rank} of {name} {arguments}:\n{value}")
-            answers.append(value)
-        return answers
+        there = [rank for rank in range(len(self.pipes)) if rank != lost]
+        found = self.answers(f"{name} {arguments}", there, ANSWER_SECONDS)
+        if lost is not None:
+            found.insert(lost, None)
+        return found

@@ -29,3 +29,11 @@ def test_the_survivors_name_the_lost_rank(mode, how):
         assert "lost rank 2 (context-parallel rank 2)" in text, text
         assert f"rank {rank}" in text and "waiting for" in text
         assert seconds < timeout + failure.GRACE_SECONDS + 20
+
+
+def test_a_call_that_fails_leaves_no_answer_to_the_next_one():
+    """The other ranks' errors were read as answers to the next call, and so on to the end."""
+    with Ranks(2) as ranks:
+        with pytest.raises(AssertionError, match="rank 0 of "):
+            ranks.play("nothing that a rank can play")
+        assert ranks.play("many", []) == [[], []]

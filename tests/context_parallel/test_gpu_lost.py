@@ -41,9 +41,9 @@ def test_a_killed_rank_is_named_before_nccls_watchdog_ends_the_others(monkeypatc
     with Ranks(size, device="cuda", timeout=24) as ranks:
         ranks.play("many", [CASE])
         begin = time.monotonic()
-        for pipe in ranks._pipes:
+        for pipe in ranks.pipes:
             pipe.send(("die", (CASE, victim, "killed")))
-        pairs = list(zip(ranks.processes, ranks._pipes, strict=True))
+        pairs = list(zip(ranks.processes, ranks.pipes, strict=True))
         others = [pair for rank, pair in enumerate(pairs) if rank != victim]
         while any(p.is_alive() and not q.poll() for p, q in others):
             assert time.monotonic() - begin < 120, "a survivor still waits"

@@ -1,6 +1,6 @@
 """Small problems of INT8 attention and what the kernels must share with the oracle on them.
 
-As in suite.py, stable_attention is imported inside the functions: planted_bugs.py decides which.
+As in suite.py, stable_attention is imported inside the functions: planting.py decides which.
 """
 
 from __future__ import annotations

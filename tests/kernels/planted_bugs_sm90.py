@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from error_rule import Results
-from planted_bugs import Bug
+from planting import Bug
 
 CONSUMER, SOFTMAX, TILES = "hopper/consumer.py", "hopper/softmax.py", "hopper/tiles.py"
 PRODUCER, BACKWARD, ROWS = "hopper/producer.py", "hopper/backward.py", "hopper/rows.py"

@@ -3,7 +3,7 @@
 One list for two users: the tests, and the planted bugs (planted_bugs.py), each of which must be
 caught by members of this list. Property checks return a list of problems, empty when all is well.
 
-stable_attention is imported inside the functions, so that planted_bugs.py decides which copy runs.
+stable_attention is imported inside the functions, so that planting.py decides which copy runs.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from planted_bugs import BUGS, PACKAGE
+from planted_bugs import BUGS
+from planting import PACKAGE
 from suite import MEMBERS
 
 HERE = Path(__file__).resolve().parent

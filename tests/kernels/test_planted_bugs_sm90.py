@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import planted_bugs
+import planting
 import pytest
 import torch
 from attention_cases import Case, make_inputs
-from planted_bugs import FULL, PACKAGE, run_all
+from planted_bugs import BUGS as PORTABLE
+from planted_bugs import FULL
 from planted_bugs_sm90 import BUGS, wrong_numbers
+from planting import PACKAGE, run_all
 
 from stable_attention import dispatch
 from stable_attention.describe import describe
@@ -37,13 +39,13 @@ def test_lines_meet_both_passes_of_sm90(line: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_spawned_children_report_wrong_numbers() -> None:
-    bugs = [bug for bug in planted_bugs.BUGS if bug.name == "l not rescaled"]
+    bugs = [bug for bug in PORTABLE if bug.name == "l not rescaled"]
     verdicts = run_all(bugs, jobs=2, controls={"control": [FULL]}, start="spawn")
     assert wrong_numbers(verdicts["l not rescaled"]), verdicts
     assert not verdicts["control"]["how"], verdicts
 
 
 def test_a_child_out_of_time_has_hung_and_caught_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planted_bugs, "TIMEOUT", 0.0)
+    monkeypatch.setattr(planting, "TIMEOUT", 0.0)
     verdict = run_all([], jobs=1, controls={"endless": [FULL]}, start="spawn")["endless"]
     assert verdict["how"].startswith("hung") and not wrong_numbers(verdict)

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
-from planted_bugs import run_all
 from planted_bugs_sm90 import BUGS, wrong_numbers
+from planting import run_all
 
 from stable_attention import configs
 
