@@ -37,7 +37,8 @@ from stable_attention.describe import (
     check_token_stride,
     describe,
 )
-from stable_attention.layouts import LAYOUTS, dims, readable, row_shape
+from stable_attention.eager import eager
+from stable_attention.layouts import LAYOUTS, dims, overlaps, readable, row_shape
 from stable_attention.problem import (
     AttentionArgumentError,
     Extras,
@@ -94,6 +95,7 @@ def _describe(
     return found
 
 
+@eager
 @dispatch.on_device
 def chunk_forward(
     q: torch.Tensor,
@@ -142,6 +144,7 @@ def chunk_forward(
     return result.out, result.lse
 
 
+@eager
 @dispatch.on_device
 def merge_chunks(
     out: torch.Tensor,
@@ -155,6 +158,7 @@ def merge_chunks(
     _check_partial(out, lse, layout)
     _check_partial(part, part_lse, layout, name="part")
     _check_like("part", part, tuple(out.shape), out)
+    _check_written(out=out, lse=lse)
     merge.merge(out, lse, part, part_lse, layout=layout)
     increment_version((out, lse))
 
@@ -168,6 +172,15 @@ def _check_like(name: str, x: object, size: tuple[int, ...], like: torch.Tensor)
     if name not in ("dout", "dlse", "sinks") and x.is_neg():
         remedy = f"Pass {name}.resolve_neg()."
         raise AttentionArgumentError(name, "a negative view", "values as memory has them", remedy)
+
+
+def _check_written(**tensors: torch.Tensor) -> None:
+    """`AttentionArgumentError` unless every element has memory of its own: kernels add to it."""
+    for name, x in tensors.items():
+        if overlaps(x):
+            value = f"of shape {tuple(x.shape)} with strides {x.stride()}"
+            own = "memory of its own for each element"
+            raise AttentionArgumentError(name, value, own, "It is written: pass a clone().")
 
 
 def _check_rows(name: str, x: torch.Tensor, layout: str, like: torch.Tensor) -> None:
@@ -200,6 +213,7 @@ def _check_partial(out: torch.Tensor, lse: torch.Tensor, layout: str, *, name: s
     check_token_stride(name, out, layout)
 
 
+@eager
 @dispatch.on_device
 def finish_chunks(
     out: torch.Tensor,
@@ -224,6 +238,7 @@ def finish_chunks(
     _check_sinks(sinks, layout, out)
     low_dtype = LOW_DTYPES[residual] if KNOWN[stabilizer].keeps_residual else None
     if sinks is not None:
+        _check_written(lse=lse)
         sinks = sinks.resolve_neg().contiguous()
     found = merge.finish(out, lse, sinks, layout=layout, dtype=dtype, low_dtype=low_dtype)
     if sinks is not None:
@@ -231,6 +246,7 @@ def finish_chunks(
     return found
 
 
+@eager
 @dispatch.on_device
 def chunk_delta(
     dout: torch.Tensor,
@@ -295,6 +311,7 @@ def chunk_delta(
     return (delta[0] if layout == "thd" else delta), dsinks
 
 
+@eager
 @dispatch.on_device
 def chunk_backward(
     dout: torch.Tensor,
@@ -335,6 +352,10 @@ def chunk_backward(
                 "16-bit gradient accumulators lose what later chunks add.",
             )
         check_token_stride(name, x, layout)
+    _check_written(dq=dq, dk=dk, dv=dv)
+    places = [x.data_ptr() for x in (dq, dk, dv) if x.numel()]
+    apart = len({*places}) == len(places)
+    require(apart, "dq, dk, dv", "one tensor twice", "three tensors", "Make one for each.")
     if lse.stride() != delta.stride() or lse.stride(-1) != 1:
         lse, delta = lse.contiguous(), delta.contiguous()
     kept = _kept(problem, rows, lse, dq)
@@ -373,6 +394,7 @@ def _kept(
         )
         same = "Cut the rows as LSE and dq are cut."
         require(steps == wanted, f"strides of rows.{name}", steps, f"{wanted}", same)
+        _check_written(**{f"rows.{name}": x})
     return rows.excess, rows.top, rows.key
 
 
@@ -388,6 +410,7 @@ def projected_rows(q: torch.Tensor, lse: torch.Tensor, *, stabilizer: str) -> Pr
     return ProjectedRows(torch.zeros_like(lse), torch.zeros_like(lse), key)
 
 
+@eager
 def project_chunks(
     dq: torch.Tensor,
     rows: ProjectedRows,
@@ -405,6 +428,9 @@ def project_chunks(
     """
     choose("layout", layout, LAYOUTS)
     check_rank("dq", dq, layout)
+    require(dq.dtype == torch.float32, "dq.dtype", dq.dtype, "torch.float32", "Round it after.")
+    _check_written(dq=dq)
+    found = Options.of(scale=scale).scale
     made = "what projected_rows made of a projecting stabilizer"
     require(
         isinstance(rows, ProjectedRows), "rows", lambda: show(rows), made, "Without, skip this."
@@ -422,5 +448,5 @@ def project_chunks(
     if dlse is not None:
         excess = excess - dlse.masked_fill(lse == -torch.inf, 0.0)
     order = {"bshd": (0, 2, 1), "sbhd": (2, 0, 1), "bhsd": (0, 1, 2), "thd": (1, 0)}[layout]
-    scale = constant(dq.shape[-1] ** -0.5) if scale is None else scale
-    dq.addcmul_(excess.permute(order)[..., None], rows.key, value=-scale)
+    found = constant(dq.shape[-1] ** -0.5) if found is None else found
+    dq.addcmul_(excess.permute(order)[..., None], rows.key, value=-found)

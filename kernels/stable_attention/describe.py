@@ -101,8 +101,11 @@ def describe(
     for name, x in (("q", cu_seqlens_q_padded), ("k", cu_seqlens_k_padded)):
         if x is not None:
             _check_starts(f"cu_seqlens_{name}_padded", x, problem, q.device)
+    told = (
+        _in_memory(cu_seqlens_q), _in_memory(cu_seqlens_k),
+        _in_memory(cu_seqlens_q_padded), _in_memory(cu_seqlens_k_padded),
+    )  # fmt: skip
     if sequences and os.environ.get("STABLE_ATTENTION_DEBUG") == "1":
-        told = cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded
         _check_values((len(q), len(k)), (sq, sk), told)
     check_seed(dropout_seed)
     seed = dropout_seed_tensor(dropout_seed, q) if problem.dropout_p > 0 else None
@@ -113,10 +116,7 @@ def describe(
         if len(_checked) >= KEPT:
             _checked.clear()
         _checked[signature] = problem
-    return problem, Extras(
-        sinks, cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded, seed,
-        pos_q, pos_k,
-    )  # fmt: skip
+    return problem, Extras(sinks, *told, seed, pos_q, pos_k)
 
 
 def _signature(
@@ -136,6 +136,11 @@ def _signature(
         )  # fmt: skip
     except RuntimeError:  # nested or sparse
         return None
+
+
+def _in_memory(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x, or its values where memory holds their negative: kernels read memory."""
+    return None if x is None else x.resolve_neg()
 
 
 # Keywords of a call beside its `Options`, but for those that chunks do without or have apart.
@@ -486,7 +491,7 @@ def dropout_seed_tensor(seed: torch.Tensor | int | None, like: torch.Tensor) -> 
             f"None, an int or an int64 scalar tensor on {like.device}",
             "The kernel reads it on the device.",
         )
-    return seed
+    return seed.resolve_neg()
 
 
 def _places(positions: tuple[Position, Position]) -> tuple[int | None, int | None]:
@@ -515,5 +520,5 @@ def _position_tensors(
                 f"an int, or an int32 tensor of shape ({batch},) on {device}",
                 "One global position a sequence.",
             )
-        found.append(x.contiguous())
+        found.append(x.resolve_neg().contiguous())
     return found

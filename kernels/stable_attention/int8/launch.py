@@ -16,6 +16,7 @@ from stable_attention import configs, ops
 from stable_attention.api import check_device
 from stable_attention.describe import OF_TENSORS, describe
 from stable_attention.dispatch import on_device
+from stable_attention.eager import eager
 from stable_attention.int8.backward import dkdv_kernel, dq_kernel
 from stable_attention.int8.forward import forward_kernel
 from stable_attention.int8.quantise import (
@@ -238,6 +239,7 @@ class _Attention(torch.autograd.Function):
         return (*grads, None, None, None, None, None)
 
 
+@eager
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
