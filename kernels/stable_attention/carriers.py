@@ -25,7 +25,7 @@ from stable_attention.api import attend
 from stable_attention.chunks import chunk_delta
 from stable_attention.describe import DTYPES, check_rank, describe
 from stable_attention.dispatch import on_device
-from stable_attention.eager import eager
+from stable_attention.eager import check_memory, eager
 from stable_attention.layouts import LAYOUTS, MAX_HEAD_DIM, readable, row_shape
 from stable_attention.once import refused_twice
 from stable_attention.problem import Options, choose, require, show
@@ -202,7 +202,8 @@ def cured(
         dout, out = grads.pop(), place[0]
         like = out.dtype  # as autocast did
         shaped = dout.resolve_neg().reshape(rows)
-        found = cure(q.to(like), k.to(like), v.to(like), shaped, layout=layout, **mask).out
+        with torch.autocast(out.device.type, enabled=False):  # the forward pass's, not this one's
+            found = cure(q.to(like), k.to(like), v.to(like), shaped, layout=layout, **mask).out
         # As O lies in memory, whatever view of it was returned.
         stand_in = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         stand_in.as_strided(out.shape, out.stride()).copy_(found.reshape(out.shape))
@@ -235,6 +236,7 @@ def cured(
                 "a hook of out.grad_fn (register_prehook) runs between cured() and its attention, "
                 "and may change dO; allowed: none after cured(). Use out.register_hook"
             )
+        check_memory("the backward pass of cured", *douts)
         grads[:] = [dout for dout in douts[index : index + 1] if dout is not None]
         if not (torch.is_grad_enabled() and grads):
             return None

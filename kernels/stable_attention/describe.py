@@ -9,6 +9,7 @@ Shape legend: as in `problem`.
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -106,7 +107,8 @@ def describe(
         _in_memory(cu_seqlens_q_padded), _in_memory(cu_seqlens_k_padded),
     )  # fmt: skip
     if sequences and os.environ.get("STABLE_ATTENTION_DEBUG") == "1":
-        _check_values((len(q), len(k)), (sq, sk), told)
+        grads = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+        _check_values((len(q), len(k)), (sq, sk), told, (True, grads))
     check_seed(dropout_seed)
     seed = dropout_seed_tensor(dropout_seed, q) if problem.dropout_p > 0 else None
     pos_q = pos_k = None
@@ -392,11 +394,21 @@ def _check_offsets(name: str, cu: Any, x: torch.Tensor) -> None:
 
 
 def _check_values(
-    lengths: tuple[int, int], longest: tuple[int, int], tensors: tuple[torch.Tensor | None, ...]
+    lengths: tuple[int, int],
+    longest: tuple[int, int],
+    tensors: tuple[torch.Tensor | None, ...],
+    written: tuple[bool, bool],
 ) -> None:
-    """`AttentionArgumentError` for offsets, starts and bounds that do not fit; stops a GPU."""
+    """`AttentionArgumentError` for offsets, starts and bounds that do not fit; stops a GPU.
+
+    ``written``: whether O or gradients are written at the tokens of q, and of k.
+    """
     _, *found = zip(*sequences_of(*lengths, *tensors), strict=True)
-    for name, bound, slices in zip("qk", longest, found, strict=True):
+    for name, bound, slices, own in zip("qk", longest, found, written, strict=True):
+        spans = sorted((x.start, x.stop) for x in slices if x.stop > x.start)
+        apart = all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+        allowed, remedy = "sequences that share no token", "One would overwrite the other."
+        require(apart or not own, f"cu_seqlens_{name}_padded", spans, allowed, remedy)
         most = max(x.stop - x.start for x in slices)
         allowed = f"at least {most}, the longest"
         require(most <= bound, f"max_seqlen_{name}", bound, allowed, "It would leave tokens out.")

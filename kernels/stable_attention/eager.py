@@ -17,13 +17,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_REFUSED = (
+    "is called inside torch.vmap, a transform of torch.func or torch.export, or for batched "
+    "gradients (is_grads_batched, vectorize), whose tensors have no memory for its kernels; "
+    "allowed: eager calls, Tensor.backward() or torch.autograd.grad, and torch.compile without "
+    "fullgraph. For vmap put the mapped dimension into the batch."
+)
+
+
 def eager(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, outside the graphs of torch.compile; refused where tensors have no memory.
 
     torch.compile breaks its graph for it, or says so with ``fullgraph=True``.
 
     Raises:
-        NotImplementedError: inside torch.vmap, transforms of torch.func, and torch.export.
+        NotImplementedError: traced by torch.export, and as `check_memory`.
     """
     name = f"{function.__module__}.{function.__name__}"
 
@@ -33,16 +41,20 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
             # With fullgraph=True this text is what the user sees.
             torch._dynamo.graph_break(msg=f"{name} runs outside graphs: leave out fullgraph=True")
             return torch.compiler.disable(function)(*arguments, **named)
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            raise NotImplementedError(
-                f"{name} is called inside torch.vmap, a transform of torch.func or torch.export, "
-                "whose tensors have no memory for its kernels; allowed: eager calls, with "
-                "Tensor.backward() or torch.autograd.grad for gradients, and torch.compile "
-                "without fullgraph. For vmap put the mapped dimension into the batch."
-            )
+        if torch.compiler.is_compiling():  # traced by torch.export
+            raise NotImplementedError(f"{name} {_REFUSED}")
+        check_memory(name, *arguments, *named.values())
         return function(*arguments, **named)
 
     return call
 
 
-__all__ = ["eager"]
+def check_memory(name: str, *values: object) -> None:
+    """NotImplementedError where ``values`` are, or stand for, tensors that kernels cannot read."""
+    # What autograd batches, for several gradients at once, has none either.
+    bare = any(isinstance(x, torch.Tensor) and not torch._C._has_storage(x) for x in values)
+    if bare or torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(f"{name} {_REFUSED}")
+
+
+__all__ = ["check_memory", "eager"]

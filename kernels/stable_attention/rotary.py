@@ -133,7 +133,10 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        # They were made so: hooks of saved tensors may have laid them out anew.
         angles, positions = ctx.saved_tensors
+        angles = angles.contiguous()
+        positions = None if positions is None else positions.contiguous()
         dx = _turn(grads[0], angles, positions, form=ctx.form, scale=ctx.scale, backward=True)
         return dx, None, None, None, None
 

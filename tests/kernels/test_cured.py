@@ -214,6 +214,16 @@ def test_under_autocast(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         _cured(*(x.float().requires_grad_() for x in inputs))
 
 
+def test_a_backward_under_autocast_of_another_dtype() -> None:
+    """Delta was that of O in the other dtype."""
+    *inputs, dout = (x[None] for x in make_regime("one", heads=1, n=32))
+    q, k, v = (x.clone().requires_grad_() for x in inputs)
+    out = _cured(q, k, v)
+    with torch.autocast("cpu", torch.float16):
+        (found,) = torch.autograd.grad(out, q, dout)
+    assert torch.equal(found, _dq(_cured, inputs, dout))
+
+
 def test_wrong_keywords_are_refused_before_the_backward() -> None:
     q = torch.randn(1, 2, 8, 16).bfloat16()
     with pytest.raises(TypeError, match="take no casual"):

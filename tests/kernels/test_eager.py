@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import DEVICE
+from torch.utils.checkpoint import checkpoint
 
 import stable_attention
 from stable_attention.carriers import carrier
@@ -51,11 +54,66 @@ def test_transforms_are_refused_with_a_remedy(name: str) -> None:
             transform()
 
 
+DIFFERENTIABLE = ("rotary", "attend", "cured")
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_batched_gradients_are_refused_with_a_remedy(name: str) -> None:
+    """As `torch.autograd.functional.jacobian` asks for them; they had no data pointer."""
+    x = _given().requires_grad_()
+    out = CALLS[name](x)
+    with pytest.raises(NotImplementedError, match=r"batched gradients \(is_grads_batched"):
+        torch.autograd.grad(out, x, torch.ones_like(out)[None], is_grads_batched=True)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_tensors_that_hooks_or_checkpoints_give_back(name: str) -> None:
+    """INT8 and rotary read what a hook had laid out anew as it was before: wrong gradients."""
+    x = _given()
+    want = _gradient(CALLS[name], x)
+    relaid = torch.autograd.graph.saved_tensors_hooks(
+        lambda y: y.mT.contiguous().mT if y.dim() > 1 else y, lambda y: y
+    )
+
+    def hooked(y: torch.Tensor) -> torch.Tensor:
+        with relaid:
+            return CALLS[name](y)
+
+    assert torch.equal(_gradient(hooked, x), want)
+    for reentrant in (True, False):
+        again = functools.partial(checkpoint, CALLS[name], use_reentrant=reentrant)
+        assert torch.equal(_gradient(again, x), want)
+
+
+def _gradient(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    out = call(x)
+    out.backward(torch.linspace(0, 1, out.numel()).view_as(out).to(out))
+    assert x.grad is not None
+    return x.grad
+
+
+def test_threads_under_the_interpreter() -> None:
+    """Triton's keeps its program's place in one place: "y >= grid_dim[1]", or a wrong tile."""
+    x = _given()
+    want, found = rotary(x.transpose(0, 1), ANGLES), []
+
+    def repeat() -> None:
+        found.extend(torch.equal(rotary(x.transpose(0, 1), ANGLES), want) for _ in range(5))
+
+    threads = [threading.Thread(target=repeat) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 20
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_torch_compile_leaves_them_out_of_its_graphs(name: str) -> None:
     """Dynamo looked into launches, and died of an obscure error inside Triton."""
     torch._dynamo.reset()
-    differentiable = name in ("rotary", "attend", "cured")
+    differentiable = name in DIFFERENTIABLE
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return CALLS[name](x * 2) + 1

@@ -230,7 +230,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
+        # All but V were made so: hooks of saved tensors may have laid them out anew.
         v, *rest = ctx.saved_tensors
+        v, rest = (
+            readable(v, ctx.problem.layout),
+            [x if x is None else x.contiguous() for x in rest],
+        )
         kept = Kept(Codes(*rest[:3]), Codes(*rest[3:6]), rest[6], rest[7])
         cu_q, cu_k, start_q, start_k = rest[8:12]
         extras = Extras(cu_q=cu_q, cu_k=cu_k, start_q=start_q, start_k=start_k)
