@@ -175,11 +175,12 @@ def cured(
         What ``attention`` returned.
 
     Raises:
-        ValueError: it saves no tensor in the memory of its output, or that is not in 16 bits; a
-            keyword is none that `cure` serves.
+        ValueError: it saves no tensor in the memory of its output, or that is not in 16 bits, or
+            not O alone; a keyword is none that `cure` serves.
         TypeError: other keywords.
-        RuntimeError: from the backward pass, where what it reads was changed in place since, and
-            from second derivatives.
+        RuntimeError: from the backward pass, where what it reads was changed in place since or a
+            hook of ``out.grad_fn`` runs after ours, and from second derivatives.
+        NotImplementedError: inside transforms and traces of torch (`eager`).
     """
     options = _options(layout, mask)  # refused here, not in the backward pass
     saved: set[int] = set()

@@ -17,7 +17,8 @@ A projecting stabilizer keeps the row sums of dS beside dq: ``rows = projected_r
 Everything between the chunks is float32: partial O, LSE, and the accumulators dq, dk, dv. LSE is
 that of *all* keys (and the sinks) once the last part is merged, and the backward of every chunk
 uses that one. dq, dk, dv, out, lse and delta may be views (halves of a longer buffer). Autograd is
-told what changes in place, and no more: gradients come from `chunk_backward` alone.
+told what changes in place, and no more: gradients come from `chunk_backward` alone. What is written
+shares no memory: neither its elements, nor dq, dk and dv. All refuse torch's transforms (`eager`).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ R = TypeVar("R")
 
 
 _REFUSED = (
-    "is called inside torch.vmap, a transform of torch.func or torch.export, or for batched "
-    "gradients (is_grads_batched, vectorize), whose tensors have no memory for its kernels; "
+    "is called inside torch.vmap, a transform of torch.func, torch.export or torch.jit.trace, or "
+    "for batched gradients (is_grads_batched, vectorize), which do not reach its kernels; "
     "allowed: eager calls, Tensor.backward() or torch.autograd.grad, and torch.compile without "
     "fullgraph. For vmap put the mapped dimension into the batch."
 )
@@ -31,7 +31,7 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     torch.compile breaks its graph for it, or says so with ``fullgraph=True``.
 
     Raises:
-        NotImplementedError: traced by torch.export, and as `check_memory`.
+        NotImplementedError: traced by torch.export or torch.jit, and as `check_memory`.
     """
     name = f"{function.__module__}.{function.__name__}"
 
@@ -41,7 +41,7 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
             # With fullgraph=True this text is what the user sees.
             torch._dynamo.graph_break(msg=f"{name} runs outside graphs: leave out fullgraph=True")
             return torch.compiler.disable(function)(*arguments, **named)
-        if torch.compiler.is_compiling():  # traced by torch.export
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             raise NotImplementedError(f"{name} {_REFUSED}")
         check_memory(name, *arguments, *named.values())
         return function(*arguments, **named)

@@ -169,6 +169,7 @@ def rotary(
 
     Raises:
         ValueError: a type, a shape or a combination that this does not take.
+        NotImplementedError: inside transforms and traces of torch (`eager`).
     """
     for name, y in (("x", x), ("angles", angles), ("positions", positions)):
         if not isinstance(y, torch.Tensor) and not (y is None and name == "positions"):

@@ -48,6 +48,7 @@ def test_transforms_are_refused_with_a_remedy(name: str) -> None:
         lambda: torch.func.vmap(CALLS[name])(x[None]),
         lambda: torch.func.grad(lambda y: CALLS[name](y).sum())(x),
         lambda: torch.func.jvp(CALLS[name], (x,), (x,)),
+        lambda: torch.jit.trace(CALLS[name], (x,)),
     )
     for transform in transforms:
         with pytest.raises(NotImplementedError, match=rf"{name} is called inside torch\.vmap"):

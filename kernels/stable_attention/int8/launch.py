@@ -316,6 +316,7 @@ def int8_attention(
 
     Raises:
         AttentionArgumentError: a `ValueError` with the value, the allowed set and the remedy.
+        NotImplementedError: inside transforms and traces of torch (`eager`).
     """
     options = Options.of(layout=layout, causal=causal, window=window, scale=scale)
     return attend(q, k, v, options, settings, **packed)
