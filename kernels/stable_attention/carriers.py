@@ -14,6 +14,7 @@ Shape legend: as in `api`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,8 +23,9 @@ import torch
 from stable_attention import ops
 from stable_attention.api import attend
 from stable_attention.chunks import chunk_delta
-from stable_attention.describe import DTYPES, check_rank
+from stable_attention.describe import DTYPES, check_rank, describe
 from stable_attention.dispatch import on_device
+from stable_attention.eager import check_memory, eager
 from stable_attention.layouts import LAYOUTS, MAX_HEAD_DIM, readable, row_shape
 from stable_attention.once import refused_twice
 from stable_attention.problem import Options, choose, require, show
@@ -46,6 +48,7 @@ class Carrier(NamedTuple):
     what O itself gives; FP16 out of range becomes infinite."""
 
 
+@eager
 def carrier(dout: torch.Tensor, delta: torch.Tensor, *, layout: str = "bshd") -> Carrier:
     """The carrier of a delta, for those who have one (or O in float32): rowsum(dO * carrier).
 
@@ -66,7 +69,9 @@ def carrier(dout: torch.Tensor, delta: torch.Tensor, *, layout: str = "bshd") ->
     require(wide, "dout's head dim", dv, f"multiples of 8 up to {MAX_HEAD_DIM}", "Pad dO with 0.")
     rows = row_shape(layout, dout)
     ok = isinstance(delta, torch.Tensor) and delta.dtype == torch.float32 and delta.shape == rows
-    require(ok, "delta", show(delta), f"a float32 tensor of shape {rows}", "One number a row.")
+    ok = ok and delta.device == dout.device
+    allowed = f"a float32 tensor of shape {rows} on {dout.device}"
+    require(ok, "delta", show(delta), allowed, "One number a row.")
     if not _by_kernels(dout):
         out, lacking = reference_carrier(dout, delta.permute(_ROWS[layout]))
         return Carrier(out, lacking.any())
@@ -78,6 +83,7 @@ def carrier(dout: torch.Tensor, delta: torch.Tensor, *, layout: str = "bshd") ->
     return Carrier(out, ends[0, 1] > 0)
 
 
+@eager
 def cure(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -144,6 +150,7 @@ def _by_kernels(x: torch.Tensor) -> bool:
     return x.device.type == "cuda" or ops.interpreting()
 
 
+@eager
 def cured(
     attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     q: torch.Tensor,
@@ -168,14 +175,17 @@ def cured(
         What ``attention`` returned.
 
     Raises:
-        ValueError: it saves no tensor in the memory of its output, or that is not in 16 bits; a
-            keyword is none that `cure` serves.
+        ValueError: it saves no tensor in the memory of its output, or that is not in 16 bits, or
+            not O alone; a keyword is none that `cure` serves.
         TypeError: other keywords.
-        RuntimeError: from the backward pass, where what it reads was changed in place since, and
-            from second derivatives.
+        RuntimeError: from the backward pass, where what it reads was changed in place since or a
+            hook of ``out.grad_fn`` runs after ours, and from second derivatives.
+        NotImplementedError: inside transforms and traces of torch (`eager`).
     """
-    _options(layout, mask)  # refused here, not in the backward pass
+    options = _options(layout, mask)  # refused here, not in the backward pass
     saved: set[int] = set()
+    if not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
+        raise ValueError(f"q, k and v are {show((q, k, v))}; allowed: tensors")
     grads: list[torch.Tensor] = []
     place: list[torch.Tensor] = []
     read = [(x, x._version) for x in (q, k, v, *mask.values()) if _versioned(x)]
@@ -192,8 +202,9 @@ def cured(
         _check_unchanged(read)
         dout, out = grads.pop(), place[0]
         like = out.dtype  # as autocast did
-        rows = dout.resolve_neg().reshape(*q.shape[:-1], v.shape[-1])
-        found = cure(q.to(like), k.to(like), v.to(like), rows, layout=layout, **mask).out
+        shaped = dout.resolve_neg().reshape(rows)
+        with torch.autocast(out.device.type, enabled=False):  # the forward pass's, not this one's
+            found = cure(q.to(like), k.to(like), v.to(like), shaped, layout=layout, **mask).out
         # As O lies in memory, whatever view of it was returned.
         stand_in = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         stand_in.as_strided(out.shape, out.stride()).copy_(found.reshape(out.shape))
@@ -201,10 +212,15 @@ def cured(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         out = attention(q, k, v)
+    if not isinstance(out, torch.Tensor):
+        raise ValueError(
+            f"{attention!r} returned {show(out)}; allowed: O alone. Wrap it: lambda q, k, v: "
+            "attention(q, k, v)[0]"
+        )
     if not (out.requires_grad and out.numel()):
         return out
-    allowed = "torch.bfloat16 or torch.float16"
-    require(out.dtype in DTYPES, "O's dtype", out.dtype, allowed, "float32 needs no carrier.")
+    rows = (*q.shape[:-1], v.shape[-1])
+    _check_served(out, (q, k, v), rows, options, mask)
     if out.data_ptr() not in saved:
         raise ValueError(
             f"{attention!r} saves no tensor in the memory of its output for its backward pass; "
@@ -215,6 +231,13 @@ def cured(
     index = out.output_nr
 
     def note(douts: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        hooks = ours.hooks_dict_ref()
+        if hooks is None or next(reversed(hooks)) != ours.id:
+            raise RuntimeError(
+                "a hook of out.grad_fn (register_prehook) runs between cured() and its attention, "
+                "and may change dO; allowed: none after cured(). Use out.register_hook"
+            )
+        check_memory("the backward pass of cured", *douts)
         grads[:] = [dout for dout in douts[index : index + 1] if dout is not None]
         if not (torch.is_grad_enabled() and grads):
             return None
@@ -223,8 +246,24 @@ def cured(
 
     # Before the backward of `attention` runs, and unpacks; after hooks of O that change dO.
     assert out.grad_fn is not None
-    out.grad_fn.register_prehook(note)
+    ours = out.grad_fn.register_prehook(note)
     return out
+
+
+def _check_served(
+    out: torch.Tensor,
+    qkv: tuple[torch.Tensor, ...],
+    rows: tuple[int, ...],
+    options: Options,
+    mask: dict[str, Any],
+) -> None:
+    """`AttentionArgumentError` for what `cure` would refuse in the backward pass."""
+    allowed = "torch.bfloat16 or torch.float16"
+    require(out.dtype in DTYPES, "O's dtype", out.dtype, allowed, "float32 needs no carrier.")
+    require(out.numel() == math.prod(rows), "O", show(out), f"{rows}, or flat heads", "Return O.")
+    if _by_kernels(out):
+        q, k, v = (x.detach().to(out.dtype) for x in qkv)
+        describe(q, k, v, options, **{x: mask[x] for x in _TENSORS if x in mask})
 
 
 def _versioned(x: object) -> bool:

@@ -17,7 +17,8 @@ A projecting stabilizer keeps the row sums of dS beside dq: ``rows = projected_r
 Everything between the chunks is float32: partial O, LSE, and the accumulators dq, dk, dv. LSE is
 that of *all* keys (and the sinks) once the last part is merged, and the backward of every chunk
 uses that one. dq, dk, dv, out, lse and delta may be views (halves of a longer buffer). Autograd is
-told what changes in place, and no more: gradients come from `chunk_backward` alone.
+told what changes in place, and no more: gradients come from `chunk_backward` alone. What is written
+shares no memory: neither its elements, nor dq, dk and dv. All refuse torch's transforms (`eager`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from torch.autograd.graph import increment_version
 from stable_attention import dispatch
 from stable_attention.api import check_device
 from stable_attention.describe import DTYPES, OF_TENSORS, check_rank, check_token_stride, describe
+from stable_attention.eager import eager
 from stable_attention.extras import Position
-from stable_attention.layouts import LAYOUTS, dims, readable, row_shape
+from stable_attention.layouts import LAYOUTS, dims, overlaps, readable, row_shape
 from stable_attention.problem import (
     AttentionArgumentError,
     Extras,
@@ -88,6 +90,7 @@ def _describe(
     return found
 
 
+@eager
 @dispatch.on_device
 def chunk_forward(
     q: torch.Tensor,
@@ -136,6 +139,7 @@ def chunk_forward(
     return result.out, result.lse
 
 
+@eager
 @dispatch.on_device
 def merge_chunks(
     out: torch.Tensor,
@@ -149,6 +153,7 @@ def merge_chunks(
     _check_partial(out, lse, layout)
     _check_partial(part, part_lse, layout, name="part")
     _check_like("part", part, tuple(out.shape), out)
+    _check_written(out=out, lse=lse)
     merge.merge(out, lse, part, part_lse, layout=layout)
     increment_version((out, lse))
 
@@ -162,6 +167,15 @@ def _check_like(name: str, x: object, size: tuple[int, ...], like: torch.Tensor)
     if name not in ("dout", "dlse", "sinks") and x.is_neg():
         remedy = f"Pass {name}.resolve_neg()."
         raise AttentionArgumentError(name, "a negative view", "values as memory has them", remedy)
+
+
+def _check_written(**tensors: torch.Tensor) -> None:
+    """`AttentionArgumentError` unless every element has memory of its own: kernels add to it."""
+    for name, x in tensors.items():
+        if overlaps(x):
+            value = f"of shape {tuple(x.shape)} with strides {x.stride()}"
+            own = "memory of its own for each element"
+            raise AttentionArgumentError(name, value, own, "It is written: pass a clone().")
 
 
 def _check_rows(name: str, x: torch.Tensor, layout: str, like: torch.Tensor) -> None:
@@ -194,6 +208,7 @@ def _check_partial(out: torch.Tensor, lse: torch.Tensor, layout: str, *, name: s
     check_token_stride(name, out, layout)
 
 
+@eager
 @dispatch.on_device
 def finish_chunks(
     out: torch.Tensor,
@@ -218,6 +233,7 @@ def finish_chunks(
     _check_sinks(sinks, layout, out)
     low_dtype = LOW_DTYPES[residual] if KNOWN[stabilizer].keeps_residual else None
     if sinks is not None:
+        _check_written(lse=lse)
         sinks = sinks.resolve_neg().contiguous()
     found = merge.finish(out, lse, sinks, layout=layout, dtype=dtype, low_dtype=low_dtype)
     if sinks is not None:
@@ -225,6 +241,7 @@ def finish_chunks(
     return found
 
 
+@eager
 @dispatch.on_device
 def chunk_delta(
     dout: torch.Tensor,
@@ -289,6 +306,7 @@ def chunk_delta(
     return (delta[0] if layout == "thd" else delta), dsinks
 
 
+@eager
 @dispatch.on_device
 def chunk_backward(
     dout: torch.Tensor,
@@ -329,6 +347,10 @@ def chunk_backward(
                 "16-bit gradient accumulators lose what later chunks add.",
             )
         check_token_stride(name, x, layout)
+    _check_written(dq=dq, dk=dk, dv=dv)
+    places = [x.data_ptr() for x in (dq, dk, dv) if x.numel()]
+    apart = len({*places}) == len(places)
+    require(apart, "dq, dk, dv", "one tensor twice", "three tensors", "Make one for each.")
     if lse.stride() != delta.stride() or lse.stride(-1) != 1:
         lse, delta = lse.contiguous(), delta.contiguous()
     kept = _kept(problem, rows, lse, dq)
@@ -367,6 +389,7 @@ def _kept(
         )
         same = "Cut the rows as LSE and dq are cut."
         require(steps == wanted, f"strides of rows.{name}", steps, f"{wanted}", same)
+        _check_written(**{f"rows.{name}": x})
     return rows.excess, rows.top, rows.key
 
 
@@ -382,6 +405,7 @@ def projected_rows(q: torch.Tensor, lse: torch.Tensor, *, stabilizer: str) -> Pr
     return ProjectedRows(torch.zeros_like(lse), torch.zeros_like(lse), key)
 
 
+@eager
 def project_chunks(
     dq: torch.Tensor,
     rows: ProjectedRows,
@@ -399,6 +423,9 @@ def project_chunks(
     """
     choose("layout", layout, LAYOUTS)
     check_rank("dq", dq, layout)
+    require(dq.dtype == torch.float32, "dq.dtype", dq.dtype, "torch.float32", "Round it after.")
+    _check_written(dq=dq)
+    found = Options.of(scale=scale).scale
     made = "what projected_rows made of a projecting stabilizer"
     require(
         isinstance(rows, ProjectedRows), "rows", lambda: show(rows), made, "Without, skip this."
@@ -416,5 +443,5 @@ def project_chunks(
     if dlse is not None:
         excess = excess - dlse.masked_fill(lse == -torch.inf, 0.0)
     order = {"bshd": (0, 2, 1), "sbhd": (2, 0, 1), "bhsd": (0, 1, 2), "thd": (1, 0)}[layout]
-    scale = constant(dq.shape[-1] ** -0.5) if scale is None else scale
-    dq.addcmul_(excess.permute(order)[..., None], rows.key, value=-scale)
+    found = constant(dq.shape[-1] ** -0.5) if found is None else found
+    dq.addcmul_(excess.permute(order)[..., None], rows.key, value=-found)

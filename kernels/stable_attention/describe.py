@@ -98,9 +98,13 @@ def describe(
     for name, x in (("q", cu_seqlens_q_padded), ("k", cu_seqlens_k_padded)):
         if x is not None:
             extras.check_starts(f"cu_seqlens_{name}_padded", x, problem, q.device)
+    told = (
+        extras.in_memory(cu_seqlens_q), extras.in_memory(cu_seqlens_k),
+        extras.in_memory(cu_seqlens_q_padded), extras.in_memory(cu_seqlens_k_padded),
+    )  # fmt: skip
     if sequences and os.environ.get("STABLE_ATTENTION_DEBUG") == "1":
-        told = cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded
-        extras.check_values((len(q), len(k)), (sq, sk), told)
+        grads = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+        extras.check_values((len(q), len(k)), (sq, sk), told, (True, grads))
     extras.check_seed(dropout_seed)
     seed = extras.dropout_seed_tensor(dropout_seed, q) if problem.dropout_p > 0 else None
     pos_q = pos_k = None
@@ -110,10 +114,7 @@ def describe(
         if len(_checked) >= KEPT:
             _checked.clear()
         _checked[signature] = problem
-    return problem, Extras(
-        sinks, cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded, seed,
-        pos_q, pos_k,
-    )  # fmt: skip
+    return problem, Extras(sinks, *told, seed, pos_q, pos_k)
 
 
 def _signature(

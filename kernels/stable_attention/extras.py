@@ -6,6 +6,7 @@ Offsets and bounds of packed sequences, sinks, dropout's seed, positions of chun
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ GLOBAL = "It is global."
 """Remedy for a wrong position."""
 
 Position = int | torch.Tensor
+
+
+def in_memory(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x, or its values where memory holds their negative: kernels read memory."""
+    return None if x is None else x.resolve_neg()
 
 
 def sequences(
@@ -80,11 +86,21 @@ def _check_offsets(name: str, cu: Any, x: torch.Tensor) -> None:
 
 
 def check_values(
-    lengths: tuple[int, int], longest: tuple[int, int], tensors: tuple[torch.Tensor | None, ...]
+    lengths: tuple[int, int],
+    longest: tuple[int, int],
+    tensors: tuple[torch.Tensor | None, ...],
+    written: tuple[bool, bool],
 ) -> None:
-    """`AttentionArgumentError` for offsets, starts and bounds that do not fit; stops a GPU."""
+    """`AttentionArgumentError` for offsets, starts and bounds that do not fit; stops a GPU.
+
+    ``written``: whether O or gradients are written at the tokens of q, and of k.
+    """
     _, *found = zip(*sequences_of(*lengths, *tensors), strict=True)
-    for name, bound, slices in zip("qk", longest, found, strict=True):
+    for name, bound, slices, own in zip("qk", longest, found, written, strict=True):
+        spans = sorted((x.start, x.stop) for x in slices if x.stop > x.start)
+        apart = all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+        allowed, remedy = "sequences that share no token", "One would overwrite the other."
+        require(apart or not own, f"cu_seqlens_{name}_padded", spans, allowed, remedy)
         most = max(x.stop - x.start for x in slices)
         allowed = f"at least {most}, the longest"
         require(most <= bound, f"max_seqlen_{name}", bound, allowed, "It would leave tokens out.")
@@ -171,7 +187,7 @@ def dropout_seed_tensor(seed: torch.Tensor | int | None, like: torch.Tensor) -> 
             f"None, an int or an int64 scalar tensor on {like.device}",
             "The kernel reads it on the device.",
         )
-    return seed
+    return seed.resolve_neg()
 
 
 def places(positions: tuple[Position, Position]) -> tuple[int | None, int | None]:
@@ -200,5 +216,5 @@ def position_tensors(
                 f"an int, or an int32 tensor of shape ({batch},) on {device}",
                 "One global position a sequence.",
             )
-        found.append(x.contiguous())
+        found.append(x.resolve_neg().contiguous())
     return found

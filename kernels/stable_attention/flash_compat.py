@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from stable_attention import ops
 from stable_attention.api import attend
 from stable_attention.describe import check_rank, describe
 from stable_attention.extras import dropout_seed_tensor
@@ -135,6 +136,7 @@ def _attend(
     **packed: Any,
 ) -> Outputs:
     layout = "thd" if packed else "bshd"
+    q, k, v = ops.under_autocast(q, k, v)
     d, dv = _head_dims(q, k, v, layout)
     q, k, v = _pad(q), _pad(k), _pad(v)
     options = Options.of(

@@ -73,6 +73,20 @@ def tokens_are_close(x: torch.Tensor, layout: str) -> bool:
     return reached(strides(x, layout)[1], dims(x, layout)[1])
 
 
+def overlaps(x: torch.Tensor) -> bool:
+    """Whether elements of x share memory, as an expanded tensor's do: nobody may write it.
+
+    Also true of strides that interleave, which no slice or permutation has.
+    """
+    end = 0
+    for step, n in sorted(zip(x.stride(), x.shape, strict=True)):
+        if n > 1:
+            if step <= end:
+                return x.numel() > 0
+            end += step * (n - 1)
+    return False
+
+
 def readable(x: torch.Tensor, layout: str) -> torch.Tensor:
     """x, or a copy where kernels could not address it: autograd's dO has any strides, and may be a
     view that negates."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from stable_attention.eager import check_memory
+
 
 class _Twice(torch.autograd.Function):
     """The first of the arguments as they are; their derivatives by the others are refused."""
@@ -41,6 +43,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def call(ctx: Any, *grads: torch.Tensor) -> Any:
+        check_memory(f"{backward.__module__}.{backward.__qualname__}", *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 
 from stable_attention import numerics  # noqa: F401  (exact BF16 under the interpreter)
+from stable_attention.eager import eager
 from stable_attention.once import once_differentiable
-from stable_attention.problem import number
+from stable_attention.problem import number, show
 from stable_attention.triton.launches import launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -132,11 +133,15 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        # They were made so: hooks of saved tensors may have laid them out anew.
         angles, positions = ctx.saved_tensors
+        angles = angles.contiguous()
+        positions = None if positions is None else positions.contiguous()
         dx = _turn(grads[0], angles, positions, form=ctx.form, scale=ctx.scale, backward=True)
         return dx, None, None, None, None
 
 
+@eager
 def rotary(
     x: torch.Tensor,
     angles: torch.Tensor,
@@ -164,8 +169,12 @@ def rotary(
 
     Raises:
         ValueError: a type, a shape or a combination that this does not take.
+        NotImplementedError: inside transforms and traces of torch (`eager`).
     """
-    r = angles.shape[-1]
+    for name, y in (("x", x), ("angles", angles), ("positions", positions)):
+        if not isinstance(y, torch.Tensor) and not (y is None and name == "positions"):
+            raise ValueError(f"{name} is a {type(y).__name__}; allowed: tensors. Make one of it.")
+    r = angles.shape[-1] if angles.dim() else 0
     if x.dtype not in DTYPES or angles.dtype != torch.float32:
         raise ValueError(
             f"rotary takes x of BF16, FP16 or FP32 and float32 angles, not {x.dtype} and "
@@ -198,6 +207,7 @@ def rotary(
     form = (interleaved or regroup, interleaved)
     scale = number("scale", scale, "a number", "It multiplies cosine and sine.")
     angles = angles.resolve_neg().contiguous()
+    positions = None if positions is None else positions.resolve_neg()
     result: torch.Tensor = _Rotary.apply(x, angles, positions, form, scale)
     return result
 
@@ -215,7 +225,14 @@ def packed_positions(
 
     Returns:
         [tokens] int32. Tokens beyond the last sequence count on from its end.
+
+    Raises:
+        ValueError: a rank that is none, or offsets that are not [n + 1].
     """
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank is {cp_rank}; allowed: 0..{cp_size - 1}, below cp_size")
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1:
+        raise ValueError(f"cu_seqlens is {show(cu_seqlens)}; allowed: a tensor [n + 1] of offsets")
     starts = cu_seqlens.to(torch.int32) // cp_size
     token = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
     which = torch.searchsorted(starts[1:-1].contiguous(), token, right=True)

@@ -211,6 +211,7 @@ def test_device_values_are_checked_only_in_debug_mode(monkeypatch):
         ({"max_seqlen_k": 2}, "max_seqlen_k is 2"),
         ({"cu_seqlens_q_padded": CU[1:]}, r"cu_seqlens_q_padded is \[3, 8\]"),
         ({"cu_seqlens_k_padded": -CU}, "cu_seqlens_k_padded is"),
+        ({"cu_seqlens_q_padded": CU - CU}, r"cu_seqlens_q_padded is .*share no token"),
     ],
 )
 def test_debug_mode_checks_bounds_and_starts(monkeypatch, given, text):
@@ -219,6 +220,16 @@ def test_debug_mode_checks_bounds_and_starts(monkeypatch, given, text):
     stable_attention(**THD, max_seqlen_q=5, max_seqlen_k=9, cu_seqlens_q_padded=CU)
     with pytest.raises(AttentionArgumentError, match=text):
         stable_attention(**THD | given)
+
+
+def test_debug_mode_checks_that_gradients_have_tokens_of_their_own(monkeypatch):
+    """Sequences may read the same keys; the gradient of the last one replaced the others'."""
+    monkeypatch.setenv("STABLE_ATTENTION_DEBUG", "1")
+    shared = THD | {"cu_seqlens_k_padded": CU - CU}
+    stable_attention(**shared)
+    learned = shared["v"].clone().requires_grad_()
+    with pytest.raises(AttentionArgumentError, match=r"cu_seqlens_k_padded is .*share no token"):
+        stable_attention(**shared | {"v": learned})
 
 
 def test_cpu_tensors_without_the_interpreter_are_refused(monkeypatch):

@@ -141,6 +141,23 @@ def test_delta_of_views_with_strides_of_their_own() -> None:
         assert torch.equal(got, want)
 
 
+def projecting(rows: torch.Tensor, dq: torch.Tensor) -> dict[str, object]:
+    from stable_attention.chunks import ProjectedRows
+
+    kept = ProjectedRows(rows, rows, dq.bfloat16())
+    return {"stabilizer": "compensated_projected", "rows": kept, "lse": rows, "delta": rows}
+
+
+def test_accumulators_may_be_views_that_do_not_overlap() -> None:
+    from stable_attention.layouts import overlaps
+
+    x = torch.zeros(3, 4, 5, 6)
+    for view in (x, x[1:, ::2], x.transpose(0, 2), x[:, :, 1:3], x[:1].expand(1, 4, 5, 6), x[0:0]):
+        assert not overlaps(view)
+    for view in (x[:, :1].expand_as(x), x.unfold(1, 2, 1), x.as_strided((3, 4), (2, 1))):
+        assert overlaps(view)
+
+
 def wrong_calls() -> dict[str, tuple[str, dict]]:
     """The function, and what to change in a call of it that is right, by what is wrong then."""
     f32, rows = torch.zeros(1, 4, 4, 16, device=DEVICE), torch.zeros(1, 4, 4, device=DEVICE)
@@ -189,6 +206,20 @@ def wrong_calls() -> dict[str, tuple[str, dict]]:
         "delta is torch.float64": ("project", {"delta": rows.double()}),
         "dlse is a torch.float32 tensor of shape (1, 1, 4)": ("project", {"dlse": rows[:, :1]}),
         "dq.dim() is 3": ("project", {"dq": f32[0]}),
+        "dq.dtype is torch.bfloat16": ("project", {"dq": f32.bfloat16()}),
+        "scale is 'x'": ("project", {"scale": "x"}),
+        "out is of shape": ("merge", {"out": f32[:, :1].expand_as(f32)}),
+        "lse is of shape": ("merge", {"lse": rows[:, :1].expand_as(rows)}),
+        "lse is of shape (1, 4, 4) with strides (16, 0, 1)": (
+            "finish",
+            {"lse": rows[:, :1].expand_as(rows), "sinks": sinks},
+        ),
+        "dq is of shape": ("backward", {"dq": f32[:, :, :1].expand_as(f32)}),
+        "dk is of shape": ("backward", {"dk": f32[:, :1].expand_as(f32)}),
+        "dv is of shape": ("backward", {"dv": f32.as_strided(f32.shape, (256, 64, 8, 1))}),
+        "dq, dk, dv is one tensor twice": ("backward", {"dk": f32, "dv": f32}),
+        "dq is of shape (1, 4, 4, 16)": ("project", {"dq": f32[:, :1].expand_as(f32)}),
+        "rows.excess is of shape": ("backward", projecting(rows[:, :1].expand_as(rows), f32)),
     }
 
 
@@ -231,6 +262,30 @@ def test_gradients_and_sinks_that_are_views_which_negate() -> None:
         out, low = finish_chunks(out, lse, dtype=q.dtype, **given)
         given |= {"dlse": negative(dlse), "low": low}
         found.append((lse, *chunk_delta(negative(dout), out, lse, **given)))
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_positions_starts_and_offsets_that_are_views_which_negate() -> None:
+    """Kernels read memory, in which all were negative: they clamped it to no keys at all."""
+    from stable_attention.chunks import chunk_forward
+
+    q, k, v = (torch.randn(24, 2, 16, device=DEVICE).bfloat16() for _ in range(3))
+    cu, at, seed = ([0, 9, 20], [20, 30], 7)
+    found = []
+    for view in (torch.neg, torch._neg_view):
+        cu_q, cu_k, start_q, start_k, place_q, place_k = (
+            view(-torch.tensor(x, dtype=torch.int32, device=DEVICE))
+            for x in (cu, cu, [1, 12], [0, 11], at, [0, 16])
+        )
+        out, lse = chunk_forward(
+            q, k, v, layout="thd", causal=True, dropout_p=0.3,
+            q_position=place_q, k_position=place_k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
+            cu_seqlens_q_padded=start_q, cu_seqlens_k_padded=start_k,
+            dropout_seed=view(-torch.tensor(seed, device=DEVICE)),
+        )  # fmt: skip
+        assert out.any()
+        found.append((out, lse))
     for got, want in zip(*found, strict=True):
         assert torch.equal(got, want)
 

@@ -146,6 +146,22 @@ def test_hooks_of_the_output_that_change_its_gradient() -> None:
     assert torch.equal(torch.autograd.grad(out, q, dout)[0], expected)
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_hooks_that_run_behind_the_carrier_are_refused(flat: bool) -> None:
+    """A hook of the node, registered later, changed dO after the carrier was made for it."""
+    q, k, v = (torch.randn(1, 2, 8, 16).bfloat16().requires_grad_() for _ in range(3))
+
+    def attention(*qkv: torch.Tensor) -> torch.Tensor:
+        return CAUSAL(*qkv).flatten() if flat else CAUSAL(*qkv)
+
+    out = stable_attention.cured(attention, q, k, v, layout="bhsd", causal=True)
+    hook = out.grad_fn.register_prehook(lambda douts: tuple(3 * x for x in douts))
+    with pytest.raises(RuntimeError, match=r"Use out\.register_hook"):
+        out.sum().backward(retain_graph=True)
+    hook.remove()
+    out.sum().backward()
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_k"])
 def test_what_was_changed_in_place_is_refused_by_the_backward(name: str) -> None:
     """Autograd's own check does not see what hooks have packed."""
@@ -198,6 +214,16 @@ def test_under_autocast(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         _cured(*(x.float().requires_grad_() for x in inputs))
 
 
+def test_a_backward_under_autocast_of_another_dtype() -> None:
+    """Delta was that of O in the other dtype."""
+    *inputs, dout = (x[None] for x in make_regime("one", heads=1, n=32))
+    q, k, v = (x.clone().requires_grad_() for x in inputs)
+    out = _cured(q, k, v)
+    with torch.autocast("cpu", torch.float16):
+        (found,) = torch.autograd.grad(out, q, dout)
+    assert torch.equal(found, _dq(_cured, inputs, dout))
+
+
 def test_wrong_keywords_are_refused_before_the_backward() -> None:
     q = torch.randn(1, 2, 8, 16).bfloat16()
     with pytest.raises(TypeError, match="take no casual"):
@@ -205,6 +231,23 @@ def test_wrong_keywords_are_refused_before_the_backward() -> None:
     for wrong in ({"layout": "bhds"}, {"causal": "yes"}, {"window": 3}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*; allowed: "):
             stable_attention.cured(CAUSAL, q, q, q, **{"layout": "bhsd"} | wrong)
+    q.requires_grad_()
+    cu = torch.tensor([0, 8], dtype=torch.int32)
+    for name, wrong in {"cu_seqlens_q": {"cu_seqlens_q": cu}, "sinks": {"sinks": q[0]}}.items():
+        with pytest.raises(ValueError, match=f"{name} is .*; allowed: "):
+            stable_attention.cured(CAUSAL, q, q, q, layout="bhsd", **wrong)
+
+
+def test_what_is_no_output_of_attention_is_refused() -> None:
+    q = torch.randn(1, 2, 8, 16).bfloat16().requires_grad_()
+    for attention, text in {
+        lambda *qkv: (CAUSAL(*qkv), None): r"returned .*; allowed: O alone",
+        lambda *qkv: CAUSAL(*qkv)[:, :1]: r"O is .*; allowed: \(1, 2, 8, 16\)",
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            stable_attention.cured(attention, q, q, q, layout="bhsd")
+    with pytest.raises(ValueError, match=r"q, k and v are .*; allowed: tensors"):
+        stable_attention.cured(CAUSAL, q, q, None, layout="bhsd")
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "pytorch"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from inspect import signature
 
 import pytest
@@ -87,6 +89,28 @@ def test_positions_that_change_in_place_are_read_again() -> None:
     assert attention._packed(positions, (1, 12)).dtype == torch.int32
     assert attention._packed(positions, (2, 12)).tolist() == [0, 5, 12, 17, 24]
     assert attention._packed(torch.arange(7, 19)[None], (1, 12)) is None
+
+
+def test_threads_keep_their_own_documents() -> None:
+    """Another model's forward came between look-up and answer, with its documents."""
+    ours, theirs = (torch.cat([torch.arange(n), torch.arange(12 - n)])[None] for n in (3, 7))
+
+    def between_lines(frame, event, _):
+        if frame.f_code is not attention._packed.__code__:
+            return None
+        if event == "line":
+            thread = threading.Thread(target=attention._packed, args=(theirs, (1, 12)))
+            thread.start()
+            thread.join()
+        return between_lines
+
+    before = sys.gettrace()
+    sys.settrace(between_lines)
+    try:
+        found = attention._packed(ours, (1, 12))
+    finally:
+        sys.settrace(before)
+    assert found is not None and found.tolist() == [0, 3, 12]
 
 
 def test_what_is_not_supported_is_refused() -> None:

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,28 @@ def test_models_never_seen(how: str) -> None:
         else:
             with pytest.raises(ValueError, match=r"is stable_attention|several docu|a tensor of"):
                 gradients(model, rows, **given)
+
+
+def test_models_of_two_threads_do_not_answer_for_each_other() -> None:
+    """One that must be refused ran unseen while the other's forward was under way."""
+    outer, found = odd("all"), []
+
+    def meanwhile(*_: object) -> None:
+        thread = threading.Thread(target=lambda: found.append(error_of("own")))
+        thread.start()
+        thread.join()
+
+    def error_of(how: str) -> str:
+        try:
+            return str(gradients(odd(how), 1))
+        except ValueError as error:
+            return str(error)
+
+    layer = next(x for x in outer.modules() if isinstance(x, torch.nn.Linear))
+    layer.register_forward_pre_hook(meanwhile)
+    true = gradients(odd("all", "eager"), 1)
+    assert close(gradients(outer, 1), true)
+    assert len(found) == 1 and re.match(REFUSED, found[0])
 
 
 def test_offsets_that_do_not_reach_attention_are_refused() -> None:

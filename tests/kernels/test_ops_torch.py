@@ -342,6 +342,16 @@ def test_flash_attention_signed_probabilities(d):
     assert (signed.abs()[:, :, :40, :50].double() - sizes).abs().max() <= 2**-8
 
 
+def test_flash_attention_signed_probabilities_under_autocast():
+    """Everything was computed from the cast tensors, and then S_dmask was refused for others."""
+    x, results = randn(1, 40, 2, 16, grad=False), []
+    for y in (x, x.float()):
+        torch.manual_seed(0)
+        with torch.autocast(x.device.type, x.dtype, enabled=y is not x):
+            results.append(fa.flash_attn_func(y, y, y, 0.3, return_attn_probs=True))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("d", [16, 20])
 def test_flash_attention_packed_signatures_agree(d):
     qkv = randn(1, 24, 3, 2, d, grad=False)

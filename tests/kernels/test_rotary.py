@@ -111,6 +111,10 @@ def test_packed_tokens_count_from_the_start_of_their_sequence(cp_size):
     ({"angles": torch.zeros(2, 4, requires_grad=True)}, "no gradient for angles"),
     ({"scale": torch.ones((), requires_grad=True)}, "scale is .* wants a gradient"),
     ({"scale": "x"}, "scale is 'x'"),
+    ({"x": [1.0]}, "x is a list; allowed: tensors"),
+    ({"angles": 1.0}, "angles is a float; allowed: tensors"),
+    ({"angles": torch.ones(())}, "at most d"),
+    ({"positions": [0, 1]}, "positions is a list; allowed: tensors"),
     ({"positions": torch.zeros(1, dtype=torch.int32)}, "one for each of 2 tokens"),
     ({"positions": torch.zeros(2)}, "int32 positions"),
     ({"positions": torch.zeros(4, dtype=torch.int32)[::2]}, "contiguous int32"),
@@ -131,6 +135,24 @@ def test_views_that_negate():
     out = rotary(x.requires_grad_(), angles)
     got, want = (torch.autograd.grad(out, x, g, True)[0] for g in (torch._neg_view(dout), -dout))
     assert torch.equal(got, want)
+
+
+def test_positions_that_negate():
+    x, angles = torch.randn(5, 1, 2, 8, device=DEVICE), angles_of(5, 8, interleaved=False)
+    places = torch.tensor([4, 0, 3, 1, 2], dtype=torch.int32, device=DEVICE)
+    want = rotary(x, angles, positions=places)
+    assert torch.equal(rotary(x, angles, positions=torch._neg_view(-places)), want)
+
+
+def test_ranks_that_are_none_are_refused():
+    """They got the positions of a rank that is not theirs."""
+    cu = torch.tensor([0, 8], dtype=torch.int32)
+    for ranks in ((2, 2), (2, -1), (1, 1), (0, 0)):
+        with pytest.raises(ValueError, match=f"cp_rank is {ranks[1]}; allowed: "):
+            packed_positions(cu, 4, cp_size=ranks[0], cp_rank=ranks[1])
+    for offsets in ([0, 8], cu[0]):
+        with pytest.raises(ValueError, match=r"cu_seqlens is .*; allowed: "):
+            packed_positions(offsets, 4)
 
 
 def test_scales_of_other_libraries_count():

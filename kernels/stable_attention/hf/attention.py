@@ -5,6 +5,7 @@ Shape legend: query [b, h, sq, d], key and value [b, kv_heads, sk, d]; output [b
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import torch
@@ -158,8 +159,13 @@ def _refuse_lost(**documents: object) -> None:
             )
 
 
-# Positions, what they were for, and their documents.
-_last: tuple[weakref.ref[torch.Tensor], tuple[int, ...], torch.Tensor | None] | None = None
+class _Last(threading.local):
+    """Positions, what they were for, and their documents, of each thread's models."""
+
+    known: tuple[weakref.ref[torch.Tensor], tuple[int, ...], torch.Tensor | None] | None = None
+
+
+_last = _Last()
 
 
 def _packed(position_ids: torch.Tensor, size: tuple[int, int]) -> torch.Tensor | None:
@@ -167,7 +173,6 @@ def _packed(position_ids: torch.Tensor, size: tuple[int, int]) -> torch.Tensor |
 
     Every layer of a forward brings the same tensor, so the last answer is kept.
     """
-    global _last
     rows, tokens = size
     if position_ids.dim() != 2 or tokens < 2 or position_ids.shape[1] != tokens:
         return None
@@ -175,6 +180,7 @@ def _packed(position_ids: torch.Tensor, size: tuple[int, int]) -> torch.Tensor |
     if torch.compiler.is_compiling() or torch.is_inference(position_ids):
         return document_offsets(begins)
     key = (*size, position_ids._version)
-    if _last is None or _last[0]() is not position_ids or _last[1] != key:
-        _last = weakref.ref(position_ids), key, document_offsets(begins)
-    return _last[2]
+    known = _last.known
+    if known is None or known[0]() is not position_ids or known[1] != key:
+        known = _last.known = weakref.ref(position_ids), key, document_offsets(begins)
+    return known[2]

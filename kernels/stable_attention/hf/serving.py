@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ _ALLOWED = "models whose attention layers call transformers' AttentionInterface"
 _REMEDY = "Use attn_implementation='sdpa' or 'eager' for it."
 
 
-class _Forward:
-    """The outermost model forward under way, of a model that asked for us."""
+class _Forward(threading.local):
+    """The outermost model forward under way, of a model that asked for us, of each thread."""
 
     model: torch.nn.Module | None = None
     called = False

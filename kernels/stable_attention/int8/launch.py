@@ -16,6 +16,7 @@ from stable_attention import configs, ops
 from stable_attention.api import check_device
 from stable_attention.describe import OF_TENSORS, describe
 from stable_attention.dispatch import on_device
+from stable_attention.eager import eager
 from stable_attention.int8.backward import dkdv_kernel, dq_kernel
 from stable_attention.int8.forward import forward_kernel
 from stable_attention.int8.quantise import (
@@ -229,7 +230,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
+        # All but V were made so: hooks of saved tensors may have laid them out anew.
         v, *rest = ctx.saved_tensors
+        v, rest = (
+            readable(v, ctx.problem.layout),
+            [x if x is None else x.contiguous() for x in rest],
+        )
         kept = Kept(Codes(*rest[:3]), Codes(*rest[3:6]), rest[6], rest[7])
         cu_q, cu_k, start_q, start_k = rest[8:12]
         extras = Extras(cu_q=cu_q, cu_k=cu_k, start_q=start_q, start_k=start_k)
@@ -238,6 +244,7 @@ class _Attention(torch.autograd.Function):
         return (*grads, None, None, None, None, None)
 
 
+@eager
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -309,6 +316,7 @@ def int8_attention(
 
     Raises:
         AttentionArgumentError: a `ValueError` with the value, the allowed set and the remedy.
+        NotImplementedError: inside transforms and traces of torch (`eager`).
     """
     options = Options.of(layout=layout, causal=causal, window=window, scale=scale)
     return attend(q, k, v, options, settings, **packed)

@@ -1,0 +1,60 @@
+"""Functions that launch kernels on the memory of their tensors, past torch's dispatcher.
+
+Whoever transforms operators (`torch.func`, `torch.vmap`) or traces them sees nothing of these, and
+what it puts in the place of tensors has no memory. `stable_attention` itself is an operator (`ops`)
+and needs none of this.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+_REFUSED = (
+    "is called inside torch.vmap, a transform of torch.func, torch.export or torch.jit.trace, or "
+    "for batched gradients (is_grads_batched, vectorize), which do not reach its kernels; "
+    "allowed: eager calls, Tensor.backward() or torch.autograd.grad, and torch.compile without "
+    "fullgraph. For vmap put the mapped dimension into the batch."
+)
+
+
+def eager(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, outside the graphs of torch.compile; refused where tensors have no memory.
+
+    torch.compile breaks its graph for it, or says so with ``fullgraph=True``.
+
+    Raises:
+        NotImplementedError: traced by torch.export or torch.jit, and as `check_memory`.
+    """
+    name = f"{function.__module__}.{function.__name__}"
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **named: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            # With fullgraph=True this text is what the user sees.
+            torch._dynamo.graph_break(msg=f"{name} runs outside graphs: leave out fullgraph=True")
+            return torch.compiler.disable(function)(*arguments, **named)
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            raise NotImplementedError(f"{name} {_REFUSED}")
+        check_memory(name, *arguments, *named.values())
+        return function(*arguments, **named)
+
+    return call
+
+
+def check_memory(name: str, *values: object) -> None:
+    """NotImplementedError where ``values`` are, or stand for, tensors that kernels cannot read."""
+    # What autograd batches, for several gradients at once, has none either.
+    bare = any(isinstance(x, torch.Tensor) and not torch._C._has_storage(x) for x in values)
+    if bare or torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(f"{name} {_REFUSED}")
+
+
+__all__ = ["check_memory", "eager"]
