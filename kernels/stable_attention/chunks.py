@@ -260,9 +260,15 @@ def chunk_delta(
     choose("layout", layout, LAYOUTS)
     check_rank("out", out, layout)
     _check_like("dout", dout, tuple(out.shape), out)
+    for name, x in (("out", out), ("dout", dout)):
+        kinds = (*DTYPES, torch.float32)
+        require(x.dtype in kinds, f"{name}.dtype", x.dtype, ", ".join(map(str, kinds)), "Cast it.")
     _check_rows("lse", lse, layout, out)
     if low is not None and low.numel():
         _check_like("low", low, tuple(out.shape), out)
+        stored = ", ".join(map(str, LOW_DTYPES.values()))
+        ok = low.dtype in LOW_DTYPES.values()
+        require(ok, "low.dtype", low.dtype, stored, "Pass what finish_chunks returned.")
     if dlse is not None:
         _check_rows("dlse", dlse, layout, out)
     _check_sinks(sinks, layout, out)
@@ -335,6 +341,7 @@ def chunk_backward(
     """
     problem, extras = _describe(q, k, v, (q_position, k_position), options | {"layout": layout})
     _check_like("dout", dout, (*q.shape[:-1], v.shape[-1]), q)
+    require(dout.dtype == q.dtype, "dout.dtype", dout.dtype, f"q's {q.dtype}", "Cast it.")
     _check_rows("lse", lse, layout, q)
     _check_rows("delta", delta, layout, q)
     for name, x, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
@@ -380,9 +387,13 @@ def _kept(
         remedy = "Rows keep their sums from chunk to chunk under a projecting stabilizer alone."
         require((rows is not None) is projects, "rows", show(rows), allowed, remedy)
         return None
+    made = "what projected_rows made"
+    require(isinstance(rows, ProjectedRows), "rows", lambda: show(rows), made, "Cut its parts.")
     pairs = (("excess", rows.excess, lse), ("top", rows.top, lse), ("key", rows.key, dq))
     for name, x, like in pairs:
         _check_like(f"rows.{name}", x, tuple(like.shape), like)
+        kind = problem.dtype if name == "key" else torch.float32
+        require(x.dtype == kind, f"rows.{name}.dtype", x.dtype, str(kind), "Do not round it.")
         steps, wanted = (
             tuple(step for step, n in zip(y.stride(), y.shape, strict=True) if n > 1)
             for y in (x, like)

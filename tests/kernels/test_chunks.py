@@ -141,10 +141,12 @@ def test_delta_of_views_with_strides_of_their_own() -> None:
         assert torch.equal(got, want)
 
 
-def projecting(rows: torch.Tensor, dq: torch.Tensor) -> dict[str, object]:
+def projecting(
+    rows: torch.Tensor, dq: torch.Tensor, *, sums=torch.float32, key=torch.bfloat16
+) -> dict[str, object]:
     from stable_attention.chunks import ProjectedRows
 
-    kept = ProjectedRows(rows, rows, dq.bfloat16())
+    kept = ProjectedRows(rows.to(sums), rows, dq.to(key))
     return {"stabilizer": "compensated_projected", "rows": kept, "lse": rows, "delta": rows}
 
 
@@ -219,6 +221,13 @@ def wrong_calls() -> dict[str, tuple[str, dict]]:
         "dv is of shape": ("backward", {"dv": f32.as_strided(f32.shape, (256, 64, 8, 1))}),
         "dq, dk, dv is one tensor twice": ("backward", {"dk": f32, "dv": f32}),
         "dq is of shape (1, 4, 4, 16)": ("project", {"dq": f32[:, :1].expand_as(f32)}),
+        "dout.dtype is torch.float32": ("backward", {"dout": f32}),
+        "dout.dtype is torch.float64": ("delta", {"dout": f32.double()}),
+        "out.dtype is torch.int32": ("delta", {"out": f32.int()}),
+        "low.dtype is torch.float64": ("delta", {"low": f32.double()}),
+        "rows is a tuple": ("backward", projecting(rows, f32) | {"rows": tuple(range(5))}),
+        "rows.excess.dtype is": ("backward", projecting(rows, f32, sums=torch.bfloat16)),
+        "rows.key.dtype is": ("backward", projecting(rows, f32, key=torch.float32)),
         "rows.excess is of shape": ("backward", projecting(rows[:, :1].expand_as(rows), f32)),
     }
 
