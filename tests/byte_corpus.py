@@ -18,3 +18,15 @@ def byte_corpus(prefix: Path, documents: Iterable[str]) -> Path:
         )
     )
     return prefix
+
+
+def word_corpus(folder: Path, text: str, *, step: int, documents: int = 100) -> Path:
+    """A dataset of the words of ``text``, their order and number another in every document."""
+    words = text.split()
+    return byte_corpus(
+        folder / "tiny",
+        (
+            " ".join(words[(step * d + k * k) % len(words)] for k in range(40 + d))
+            for d in range(documents)
+        ),
+    )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from byte_corpus import byte_corpus
+from byte_corpus import word_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 # The scripts of research/ import one another as plain modules.
@@ -18,11 +18,8 @@ sys.path.append(str(ROOT / "research"))
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of a byte-tokenized dataset."""
-    words = ["runs", "of", "one", "seed", "see", "the", "same", "batches"]
-    documents = (
-        " ".join(words[(5 * d + k * k) % len(words)] for k in range(40 + d)) for d in range(60)
-    )
-    return byte_corpus(tmp_path_factory.mktemp("corpus") / "tiny", documents)
+    text = "runs of one seed see the same batches"
+    return word_corpus(tmp_path_factory.mktemp("corpus"), text, step=5, documents=60)
 
 
 PROTOCOL = """\

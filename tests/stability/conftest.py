@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 import training_ranks
-from byte_corpus import byte_corpus
+from byte_corpus import word_corpus
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of a byte-tokenized dataset of about 50 kB."""
-    words = ["the", "head", "watches", "one", "token", "and", "its", "row", "repeats"]
-    documents = (
-        " ".join(words[(5 * d + k * k) % len(words)] for k in range(40 + d)) for d in range(100)
-    )
-    return byte_corpus(tmp_path_factory.mktemp("corpus") / "tiny", documents)
+    text = "the head watches one token and its row repeats"
+    return word_corpus(tmp_path_factory.mktemp("corpus"), text, step=5)
 
 
 @pytest.fixture(scope="module")

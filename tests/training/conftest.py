@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_corpus import byte_corpus
+from byte_corpus import word_corpus
 from minimal_config import TINY
 
 from megatron_patch.config import load
@@ -34,8 +34,5 @@ def cpu() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of a byte-tokenized dataset of about 40 kB in 100 documents."""
-    words = ["the", "model", "reads", "small", "words", "and", "learns", "what", "follows"]
-    documents = (
-        " ".join(words[(7 * d + k * k) % len(words)] for k in range(40 + d)) for d in range(100)
-    )
-    return byte_corpus(tmp_path_factory.mktemp("corpus") / "tiny", documents)
+    text = "the model reads small words and learns what follows"
+    return word_corpus(tmp_path_factory.mktemp("corpus"), text, step=7)
