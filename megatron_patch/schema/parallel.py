@@ -53,7 +53,7 @@ class ParallelConfig:
         yield from self._sizes()
         yield from self._pipeline()
         yield from self._overlap()
-        yield from self._context()
+        yield from self._hierarchy()
 
     def _sizes(self) -> Iterator[Problem]:
         kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context",
@@ -134,15 +134,6 @@ class ParallelConfig:
             return self.context_parallel_size
         sizes = self.hierarchical_context_parallel_sizes
         return sizes[0] if kind == "a2a+p2p" and sizes else 1
-
-    def _context(self) -> Iterator[Problem]:
-        if self.cp_gradient_wire != "fp32" and not self.cp_comm_types:
-            yield Problem(
-                "parallel.cp_gradient_wire",
-                f"{self.cp_gradient_wire} has no effect with one context-parallel rank "
-                "(parallel.context_parallel_size): leave it out",
-            )
-        yield from self._hierarchy()
 
     def _hierarchy(self) -> Iterator[Problem]:
         sizes = self.hierarchical_context_parallel_sizes
