@@ -47,6 +47,8 @@ Exit code 0: passed; 1: a node failed, the table and OUT/bad_nodes say which; 2:
 """
 NUMBER = re.compile(r"([0-9]+(?:[.][0-9]*)?|[.][0-9]+)([KMBT]?)", re.IGNORECASE)
 SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+MAX_TOKENS = 1e18
+"""Far more than there is text; the time for it is still a finite number."""
 REFUSED = 2
 
 
@@ -128,14 +130,17 @@ def run_preflight(args: argparse.Namespace) -> int:
 def token_budget(text: str) -> float:
     """``300B`` -> 3e11.
 
-    Raises ConfigError: not a positive number with an optional K, M, B or T.
+    Raises ConfigError: not a positive number with an optional K, M, B or T, or beyond `MAX_TOKENS`.
     """
     from megatron_patch.schema.problem import ConfigError, Problem
 
     match = NUMBER.fullmatch(text.strip())
     value = float(match[1]) * SCALE[match[2].lower()] if match else 0.0
-    if value <= 0:
-        problem = f"{text!r} is not a number of tokens; write e.g. 300B, 2.5T or 100000000"
+    if not 0 < value <= MAX_TOKENS:
+        problem = (
+            f"{text[:60]!r} is not a number of tokens up to {MAX_TOKENS:g}; write e.g. 300B, 2.5T "
+            "or 100000000"
+        )
         raise ConfigError([Problem("--tokens", problem)])
     return value
 

@@ -12,6 +12,8 @@ from megatron_patch.data.errors import DataError
 from megatron_patch.data.options import PrepareOptions
 from megatron_patch.data.sources import Source
 
+MAX_WORKERS = 4096
+"""Processes: more than any machine has cores, and fewer than a semaphore counts."""
 _FLAGS = {
     "tokenizer.path": "--tokenizer-path",
     "tokenizer.vocab_size": "--vocab-size",
@@ -88,8 +90,8 @@ def _input_problems(options: PrepareOptions) -> Iterator[str]:
 
 
 def _value_problems(options: PrepareOptions) -> Iterator[str]:
-    if options.workers < 1:
-        yield f"--workers {options.workers}: use 1 or more"
+    if not 1 <= options.workers <= MAX_WORKERS:
+        yield f"--workers {options.workers}: use 1 to {MAX_WORKERS:,}, at most one a core"
     if options.batch_bytes < 4:
         yield f"--batch-bytes {options.batch_bytes}: use 4 or more (default 8 MiB)"
     separator = options.document_separator

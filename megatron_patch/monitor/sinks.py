@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from megatron_patch.monitor.metrics import CSV_COLUMNS, StepMetrics
 from megatron_patch.runtime.files import write_whole
-from megatron_patch.runtime.records import BestEffort, StepCsv, gap
+from megatron_patch.runtime.records import BestEffort, StepCsv, gap, read_rows
 from megatron_patch.schema.logging import WandbConfig
 
 
@@ -77,7 +77,12 @@ class CsvSink:
         return found
 
     def log(self, metrics: StepMetrics) -> None:
-        self.table.append_rows(metrics.csv_row())
+        row = metrics.csv_row()
+        if metrics.loss is None:  # an evaluation alone: the row that this one replaces has the step
+            rows = read_rows(self.table.path)
+            before = next((r for r in rows if r["step"] == row["step"]), {})
+            row |= {name: before.get(name, "") for name, value in row.items() if not value}
+        self.table.append_rows(row)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """They have files of their own."""

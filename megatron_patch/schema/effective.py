@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_patch.schema import model
 from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.switches import SWITCHES, Switch
 
 
 def data_seed(run: RunConfig) -> int:
@@ -94,24 +95,18 @@ DERIVED: dict[str, Callable[[RunConfig], Any]] = {
 """Keys whose value others decide where it is null, or that have several spellings."""
 
 
-def _unrotated(run: RunConfig) -> bool:
-    return run.model.position_embedding != "rope"
+def _off(switch: Switch, run: RunConfig) -> bool:
+    return not switch.reads(run)
 
 
 IDLE: dict[str, Callable[[RunConfig], bool]] = {
-    "model.rotary_base": _unrotated,
-    "model.rotary_percent": _unrotated,
-    "model.rope_fusion": _unrotated,
+    **{key: partial(_off, switch) for key, switch in SWITCHES.items()},
+    "model.rope_fusion": lambda run: run.model.position_embedding != "rope",
     "model.max_position_embeddings": (
         lambda run: run.model.position_embedding != "learned_absolute"
     ),
     "model.add_qkv_bias": lambda run: run.model.add_bias_linear,
-    "model.moe.aux_loss_coeff": (
-        lambda run: run.model.moe is None or "aux_loss" not in run.model.moe.load_balancing
-    ),
     "training.grouped_experts": lambda run: run.model.moe is None,
-    "optimizer.wsd_decay_style": lambda run: run.optimizer.schedule != "wsd",
-    "optimizer.muon_momentum": lambda run: run.optimizer.name != "muon",
 }
 """Keys that nothing reads under the values of others: whether that is so."""
 
@@ -147,13 +142,14 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     and is written alike in both, is left out, and so is what nothing reads in either.
     """
     (old, old_written, old_idle), (new, new_written, new_idle) = _values(before), _values(after)
+    idle = old_idle & new_idle
     return [
         (key, was, now)
         for key in dict.fromkeys([*new, *old])
         for was, now in [(old.get(key, ABSENT), new.get(key, ABSENT))]
         if (type(was), was) != (type(now), now)
         and not (key in DERIVED and old_written.get(key) == new_written.get(key))
-        and not (key in old_idle and key in new_idle)
+        and not any(f"{key}.".startswith(f"{path}.") for path in idle)
     ]
 
 

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_patch.schema.problem import Problem, at_least, more_than_0
+from megatron_patch.schema.problem import Problem, at_least
+
+TIMEOUT_MINUTES = 0.01, 525_600
+"""PyTorch counts milliseconds: of less it makes 0, which is over at once."""
 
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
@@ -53,13 +56,19 @@ class ParallelConfig:
         yield from self._sizes()
         yield from self._pipeline()
         yield from self._overlap()
-        yield from self._context()
+        yield from self._hierarchy()
 
     def _sizes(self) -> Iterator[Problem]:
         kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context",
                  "expert_model", "expert_tensor")  # fmt: skip
         yield from at_least("parallel", self, {f"{kind}_parallel_size": 1 for kind in kinds})
-        yield from more_than_0("parallel", self, "distributed_timeout_minutes")
+        shortest, longest = TIMEOUT_MINUTES
+        if not shortest <= self.distributed_timeout_minutes <= longest:
+            yield Problem(
+                "parallel.distributed_timeout_minutes",
+                f"{self.distributed_timeout_minutes}: must be from {shortest} to {longest:,}, a "
+                "year; a run whose collectives may wait that long is not watched",
+            )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             yield Problem(
                 "parallel.sequence_parallel",
@@ -134,15 +143,6 @@ class ParallelConfig:
             return self.context_parallel_size
         sizes = self.hierarchical_context_parallel_sizes
         return sizes[0] if kind == "a2a+p2p" and sizes else 1
-
-    def _context(self) -> Iterator[Problem]:
-        if self.cp_gradient_wire != "fp32" and not self.cp_comm_types:
-            yield Problem(
-                "parallel.cp_gradient_wire",
-                f"{self.cp_gradient_wire} has no effect with one context-parallel rank "
-                "(parallel.context_parallel_size): leave it out",
-            )
-        yield from self._hierarchy()
 
     def _hierarchy(self) -> Iterator[Problem]:
         sizes = self.hierarchical_context_parallel_sizes

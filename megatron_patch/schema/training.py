@@ -227,12 +227,6 @@ class OptimizerConfig:
         yield from at_least(
             "optimizer", self, {"warmup_steps": 0, "begin_step": 0, "decay_steps": 1}
         )
-        if self.schedule != "wsd" and self.wsd_decay_steps is not None:
-            yield Problem(
-                "optimizer.wsd_decay_steps",
-                f"{self.wsd_decay_steps} has no effect under schedule {self.schedule}: leave it "
-                "out, or set optimizer.schedule: wsd",
-            )
 
     def _rates(self) -> Iterator[Problem]:
         if not 0 < self.lr <= LARGEST:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_patch.data.loader import Loaders, Split
+from megatron_patch.monitor.metrics import StepMetrics
+from megatron_patch.runtime.heartbeat import phase
 from megatron_patch.training import auxiliary
 from megatron_patch.training.session import Session
 from megatron_patch.training.step import fetch, global_loss, run_schedule
+
+if TYPE_CHECKING:
+    from megatron_patch.checkpoint.train_state import TrainState
+    from megatron_patch.monitor.hub import Monitor
+    from megatron_patch.training.recorder import Recorder
 
 
 @contextlib.contextmanager
@@ -57,3 +65,37 @@ def evaluate(session: Session, loaders: Loaders, split: Split = "valid") -> floa
                 batches.close()
     auxiliary.clear(session)
     return global_loss(session, total)[0]
+
+
+class Evaluation:
+    """The evaluations of a run and their lines. Every method is collective."""
+
+    def __init__(
+        self, session: Session, loaders: Loaders, recorder: Recorder, *, monitor: Monitor
+    ) -> None:
+        self._session, self._loaders = session, loaders
+        self._recorder, self._monitor = recorder, monitor
+
+    def loss(self, split: Split) -> float:
+        """`evaluate`, as a phase of its own."""
+        with phase("evaluation"), self._recorder.away():
+            return evaluate(self._session, self._loaders, split)
+
+    def test(self, step: int) -> None:
+        """The test split after the last step, where the run asks for it."""
+        if self._session.run.training.eval_test:
+            self._monitor.say(f"test split: loss {self.loss('test'):.6g} after step {step:,}")
+
+    def at_end(self, state: TrainState) -> None:
+        """What the last step reports, in a run whose ``train_steps`` were done when it started:
+        somebody lowered them, or it ended between its last save and its end."""
+        if self._loaders.has("valid"):
+            metrics = StepMetrics(
+                step=state.step,
+                consumed_tokens=state.consumed_tokens,
+                skipped=self._session.skipped,
+                nonfinite=self._session.guard.nonfinite,
+                eval_loss=self.loss("valid"),
+            )
+            self._monitor.log(metrics)
+        self.test(state.step)

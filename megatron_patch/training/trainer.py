@@ -40,7 +40,7 @@ from megatron_patch.runtime.heartbeat import Heartbeat, phase
 from megatron_patch.runtime.watcher import Action, Pin, ResumePoint, RewindWanted, StepResult, Stop
 from megatron_patch.stability.guard import StabilityStop
 from megatron_patch.training import run_directory as directories
-from megatron_patch.training.evaluate import evaluate, parameters_in_place
+from megatron_patch.training.evaluate import Evaluation, parameters_in_place
 from megatron_patch.training.finite import NonFiniteError
 from megatron_patch.training.inheritance import Inheritance
 from megatron_patch.training.process import announce, prepare_process
@@ -188,6 +188,7 @@ class Trainer:
         self.session, vocab = build_session(run, layout, self.loaders, stop=stop, monitor=monitor)
         self.recorder = Recorder(self.session, vocab_size=vocab)
         monitor.say(self.recorder.line)
+        self.evaluation = Evaluation(self.session, self.loaders, self.recorder, monitor=monitor)
         self.heartbeat = Heartbeat(layout.rank)
         self.inheritance = Inheritance(loaded, layout, self.loaders)
         self.checkpointer = self._make_checkpointer()
@@ -303,7 +304,10 @@ class Trainer:
         train_steps = self.run.training.train_steps
         self.session.guard.stop_code = self.session.guard.agree_on_signal()
         stop = self._reason_to_stop()
-        if self.position.step >= train_steps or stop is not None:
+        if self.position.step >= train_steps:
+            self.evaluation.at_end(self.position)
+            return None
+        if stop is not None:
             return stop
         self._batches = self._read()
         self.recorder.restart()
@@ -381,13 +385,10 @@ class Trainer:
             extra = metrics.extra | watcher.scalars()
             metrics = replace(metrics, extra=extra, status=(*metrics.status, *watcher.status()))
         if evaluates:
-            with phase("evaluation"), self.recorder.away():
-                metrics = replace(metrics, eval_loss=evaluate(self.session, self.loaders))
+            metrics = replace(metrics, eval_loss=self.evaluation.loss("valid"))
         self.monitor.log(metrics)
-        if finished and t.eval_test:
-            with phase("evaluation"), self.recorder.away():
-                loss = evaluate(self.session, self.loaders, "test")
-            self.monitor.say(f"test split: loss {loss:.6g} after step {step:,}")
+        if finished:
+            self.evaluation.test(step)
 
     def _save(self, *, last: bool) -> None:
         """Commit a background save that is ready; begin the next one, when due."""

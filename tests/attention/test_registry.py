@@ -16,7 +16,7 @@ from megatron_patch.attention.backends.row import LayerRequirements
 from megatron_patch.attention.capabilities import Machine, unsupported
 from megatron_patch.attention.registry import BackendError
 from megatron_patch.config.checks import attention as checks
-from megatron_patch.schema.attention import BackendName, Int8Config
+from megatron_patch.schema.attention import BackendName
 from megatron_patch.schema.model import MLAConfig, MTPConfig
 from stable_attention.stabilizers import STABILIZERS
 
@@ -284,11 +284,6 @@ def test_int8_attention_says_what_it_has_not():
     for part in ("64..128 in multiples of 64", "sinks", "dropout", "maximum logit", "parallelism"):
         assert part in text
     assert not list(unsupported("sage_int8", facts(window=(9, 0), thd=True, deterministic=True)))
-
-
-def test_settings_of_int8_attention_have_no_effect_elsewhere():
-    run = tiny_run(attention={"backend": "reference", "int8": Int8Config(scales="tile")})
-    assert [p.path for p in checks.problems(run)] == ["attention.int8"]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(("override", "path"), [
-    # Each of these once ended `config check` in a traceback or in hours of counting.
+    # Each of these once ended a command in a traceback or in hours of counting.
     ("model.num_layers=9223372036854775807", "model.num_layers"),
     ("model.rotary_percent=1e308", "model.rotary_percent"),
+    ("model.mtp.num_layers=100000000", "model.mtp.num_layers"),  # `plan` counts depths and experts
+    ("model.moe.num_experts=100000000", "model.moe.num_experts"),
+    ("model.make_vocab_size_divisible_by=9223372036854775807",
+     "model.make_vocab_size_divisible_by"),
+    ("parallel.distributed_timeout_minutes=1e300", "parallel.distributed_timeout_minutes"),
+    ("parallel.distributed_timeout_minutes=1e-300", "parallel.distributed_timeout_minutes"),
+    # These trained on, with activations of zero: float32 has no such number.
+    ("model.norm_epsilon=1e300", "model.norm_epsilon"),
+    ("model.norm_epsilon=1e-300", "model.norm_epsilon"),
+    ("model.rotary_base=1e300", "model.rotary_base"),
+    ("model.init_std=1e300", "model.init_std"),
     ("checkpoint.load_from=" + "x" * 3000, "checkpoint.load_from"),
     ("checkpoint.hmac_key_file=/dev/zero", "checkpoint.hmac_key_file"),
 ])  # fmt: skip

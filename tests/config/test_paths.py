@@ -172,11 +172,12 @@ CASES = [
 @pytest.mark.parametrize("how", ["file", "set"])
 def test_check_says_where_a_path_leads(key, value, place, how, capsys):
     """A path in the file and one on the command line; and the resolved text loads to the same."""
-    Path("run.yaml").write_text(MINIMAL)
+    image = "cluster: {container: {image: x.sqsh}}\n" if "mounts" in key else ""
+    Path("run.yaml").write_text(MINIMAL + image)
     argv = ["run.yaml", "--set", f"{key}={value}"]
     if how == "file":
         section, _, name = key.partition(".")
-        inner = "{container: {mounts: [V]}}" if "mounts" in key else f"{{{name}: V}}"
+        inner = "{container: {image: x, mounts: [V]}}" if "mounts" in key else f"{{{name}: V}}"
         inner = "{container: {image: V}}" if "image" in key else inner
         inner = "{blend: [{path: V}]}" if "blend" in key else inner if name else "V"
         text = (

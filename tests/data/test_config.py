@@ -4,9 +4,10 @@ import pytest
 from prepared import run_config
 
 from megatron_patch.config import checks
-from megatron_patch.schema.data import DatasetConfig, TokenizerConfig
+from megatron_patch.schema.data import DataConfig, DatasetConfig, TokenizerConfig
 
 A, B = DatasetConfig(path="a"), DatasetConfig(path="b")
+NO_BLEND = {"blend": [], "split": DataConfig().split}
 
 
 @pytest.mark.parametrize(
@@ -14,8 +15,8 @@ A, B = DatasetConfig(path="a"), DatasetConfig(path="b")
     [
         ({"train": [B]}, "data.blend", "contradicts data.train"),
         ({"train": [B], "test": [B]}, "data.blend", "contradicts data.train, data.test"),
-        ({"blend": []}, "data.blend", "no training data"),
-        ({"blend": [], "valid": [B]}, "data.train", "no training data"),
+        ({**NO_BLEND}, "data.blend", "no training data"),
+        ({**NO_BLEND, "valid": [B]}, "data.train", "no training data"),
         ({"blend": [A, DatasetConfig(path="x.bin")]}, "data.blend[1].path", "leave the file's"),
         ({"blend": [DatasetConfig(path="a", weight=0.0)]}, "data.blend[0].weight", "not a pos"),
         ({"blend": [DatasetConfig(path="a", weight=float("nan"))]}, "data.blend[0].weight", "nan"),
@@ -24,9 +25,9 @@ A, B = DatasetConfig(path="a"), DatasetConfig(path="b")
         ({"split": [1.5, -0.5, 0.0]}, "data.split", "must be a number >= 0"),
         ({"split": [0.0, 0.5, 0.5]}, "data.split", "nothing to train on"),
         ({"split": [1.0, 0.0, 0.0], "eval_interval": 5}, "data.split", "eval_interval 5"),
-        ({"blend": [], "train": [A], "eval_interval": 5}, "data.valid", "no validation data"),
+        ({**NO_BLEND, "train": [A], "eval_interval": 5}, "data.valid", "no validation data"),
         ({"split": [0.9, 0.1, 0.0], "eval_test": True}, "data.split", "eval_test; give test a"),
-        ({"blend": [], "train": [A], "eval_test": True}, "data.test", "no test data"),
+        ({**NO_BLEND, "train": [A], "eval_test": True}, "data.test", "no test data"),
         ({"num_workers": -1}, "data.num_workers", "-1 is negative"),
         ({"num_workers": 100_000}, "data.num_workers", "100000: at most 64 threads a rank"),
         ({"seed": -1}, "data.seed", "-1 is negative"),
@@ -62,8 +63,8 @@ def test_contradictions_are_named(changes, path, reason):
     [
         {},
         {"blend": [A, B], "split": [0.9, 0.1, 0.0], "eval_interval": 5},
-        {"blend": [], "train": [A], "valid": [B], "eval_interval": 5},
-        {"blend": [], "train": [A]},
+        {**NO_BLEND, "train": [A], "valid": [B], "eval_interval": 5},
+        {**NO_BLEND, "train": [A]},
         {"tokenizer": TokenizerConfig(kind="none", vocab_size=9, eod_id=8), "eod_mask_loss": True},
         {"tokenizer": TokenizerConfig(kind="huggingface", path="t.json")},
     ],

@@ -281,3 +281,10 @@ def test_preflight_of_one_node_expects_no_other(capsys):
     with pytest.raises(SystemExit) as caught:
         app.run(["preflight", "--config", "x.yaml", "--out", "o", "--node", "--expect", "n1"])
     assert caught.value.code == 2 and "--expect: --node only measures" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [4097, 2**31, 10**11])
+def test_more_workers_than_any_machine_has_cores_are_refused(tmp_path, workers):
+    (tmp_path / "a").write_text("text")
+    with pytest.raises(DataError, match=f"--workers {workers}: use 1 to 4,096"):
+        make(tmp_path / "out", tmp_path / "a", workers=workers)

@@ -74,10 +74,16 @@ def test_70b_as_shipped_on_one_node_is_refused_with_two(capsys):
     assert err.count("--set parallel.") >= 3
 
 
-def test_what_is_proposed_fits_and_loads(capsys):
+@pytest.mark.parametrize("recompute", [
+    [],
+    ["granularity=full", "method=block", "num_layers=4"],
+    ["granularity=selective", "modules=[core_attn]"],
+])  # fmt: skip
+def test_what_is_proposed_fits_and_loads(recompute):
     """Every proposal, given back as --set, passes the checks and the plan."""
     path = CONFIGS / "llama_8b_8k.yaml"
     tight = ["parallel.tensor_model_parallel_size=1", "parallel.sequence_parallel=false"]
+    tight += [f"training.recompute.{setting}" for setting in recompute]
     run = config.load(path, tight).config
     machine = plan.Machine(hardware.gpu_named("h100"), 1, 8)
     vocabulary = plan.vocabulary_of(run, 128256)
@@ -105,6 +111,7 @@ def test_a_layout_that_does_not_divide_is_refused_with_one_that_does(capsys):
     (["--nodes", "0"], "0: must be at least 1"),
     (["--gpus-per-node", "0"], "0: must be at least 1"),
     (["--tokens", "many"], "not a number of tokens"),
+    (["--tokens", "9" * 400], "not a number of tokens up to 1e+18"),
     (["--vocab-size", "0"], "--vocab-size: 0"),
     (["--plot", "no/such/folder/x.png"], "--plot: cannot write no/such/folder/x.png"),
     (["--plot", "x.nonsense"], "--plot: cannot write x.nonsense"),

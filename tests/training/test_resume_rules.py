@@ -17,6 +17,7 @@ from megatron_patch.schema import render
 from megatron_patch.schema.effective import DERIVED, EARLIER, IDLE
 from megatron_patch.schema.model import MLAConfig, MoEConfig, MTPConfig
 from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.switches import SWITCHES
 from megatron_patch.training import resume_rules
 from megatron_patch.training.resume_rules import (
     another_run,
@@ -149,31 +150,14 @@ def test_numbers_lists_and_what_an_update_brought_are_equal(tiny, line, other):
 
 # Key -> (settings under which nothing reads it, another value, settings under which it is read).
 UNREAD = {
-    "model.rotary_base": (["model.position_embedding=none"], "5e5", []),
-    "model.rotary_percent": (["model.position_embedding=none"], "0.5", []),
     "model.rope_fusion": (["model.position_embedding=none"], "none", []),
     "model.max_position_embeddings": ([], "64", ["model.position_embedding=learned_absolute"]),
     "model.add_qkv_bias": (["model.add_bias_linear=true"], "true", []),
-    "model.moe.aux_loss_coeff": (
-        ["model.moe.num_experts=4", "model.moe.load_balancing=none"],
-        "0.5",
-        ["model.moe.num_experts=4"],
-    ),
     "training.grouped_experts": ([], "false", ["model.moe.num_experts=4"]),
-    "optimizer.wsd_decay_style": (
-        [],
-        "cosine",
-        ["optimizer.schedule=wsd", "optimizer.wsd_decay_steps=4"],
-    ),
-    "optimizer.muon_momentum": (
-        [],
-        "0.9",
-        ["optimizer.name=muon", "parallel.use_distributed_optimizer=false"],
-    ),
 }
 
 
-@pytest.mark.parametrize("key", IDLE)
+@pytest.mark.parametrize("key", [key for key in IDLE if key not in SWITCHES])
 def test_what_nothing_reads_is_equal(tiny, key):
     """On both sides; where one side reads it, it is what it is."""
     unread, value, read = UNREAD[key]
@@ -260,6 +244,13 @@ def leaves(full: dict[str, Any]) -> list[tuple[str, Any]]:
     ]  # fmt: skip
 
 
+ON = {
+    "cluster.container.image": "x.sqsh",
+    "stability.capture_steps": [3],
+    "parallel.context_parallel_size": 2,
+}
+
+
 def test_every_real_change_is_refused_unless_the_key_is_named_as_changeable(
     tiny, full, monkeypatch
 ):
@@ -270,10 +261,10 @@ def test_every_real_change_is_refused_unless_the_key_is_named_as_changeable(
         learned = ("data.reset_position_ids", "model.max_position_embeddings")
         if path in learned:  # nothing else reads them
             tree = put(full, "model.position_embedding", "learned_absolute")
-        if path == "optimizer.wsd_decay_style":
-            tree = put(full, "optimizer.schedule", "wsd")
-        if path == "optimizer.muon_momentum":
-            tree = put(full, "optimizer.name", "muon")
+        if path in SWITCHES:  # tests/config/test_switches.py has them off
+            switch = SWITCHES[path]
+            on = switch.on[0] if switch.on else ON.get(switch.key, at(full, switch.key))
+            tree = put(full, switch.key, on)
         saved, changed = render.dump(tree), put(tree, path, another(tp, at(tree, path), path))
         why = another_run(saved, dataclasses.replace(run, tree=changed)) or ""
         lines = [line for line in why.splitlines() if line.startswith(f"  {path}")]

@@ -45,6 +45,12 @@ def results(folder: Path, corpus: Path) -> dict[str, dict[str, Any]]:
         "long, again": [LONG, "training.exit_at_step=7", "data.split=[0.9,0.05,0.05]"],
         "long, now": [LONG, NOW, "data.split=[0.9,0.05,0.05]"],
     }
+    tested = ["training.eval_test=true", "data.split=[0.9,0.05,0.05]"]
+    plan |= {
+        "short": [*tested, "training.train_steps=3", "optimizer.decay_steps=5"],
+        "lowered": [*tested, "training.exit_at_step=3", "logging.interval=2"],
+        "lowered, to where it is": [*tested, "training.train_steps=3"],
+    }
     small = "model.num_layers=2"
     runs = [{"set": [f"name={what.split(',')[0]}", small, *keys]} for what, keys in plan.items()]
     return dict(zip(plan, (one for (one,) in run_ranks(folder, corpus, 1, runs)), strict=True))
@@ -86,3 +92,17 @@ def test_other_evaluation_data_are_announced(results, folder):
     said = log_of(folder, "long")
     assert "warning: data valid: not the sequences of the first 3 steps; losses of before" in said
     assert said.count("warning: data valid") == 1 and "data.split.1: 0.1 -> 0.05" in said
+
+
+def test_a_run_that_ends_where_it_stands_is_evaluated_as_one_of_that_length(results, folder):
+    """``train_steps`` lowered to the step that is done: both splits, beside the step's own loss."""
+    assert results["lowered, to where it is"]["code"] == 0
+    assert (folder / "runs" / "lowered" / "FINISHED").exists()
+    said = [[line.partition(" test split: ")[2] for line in log_of(folder, name).splitlines()]
+            for name in ("short", "lowered")]  # fmt: skip
+    whole, lowered = (list(filter(None, lines)) for lines in said)
+    assert lowered == whole and len(whole) == 1
+    columns = ("loss", "eval_loss", "lr", "grad_norm", "consumed_tokens")
+    last = [metrics(folder / "runs" / name)[3] for name in ("short", "lowered")]
+    assert [last[1][name] for name in columns] == [last[0][name] for name in columns]
+    assert last[0]["eval_loss"]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.checkpoint import last_checkpoint
 from megatron_patch.checkpoint.manifest import read_key
 from megatron_patch.config.checks import attention, model, stability
-from megatron_patch.schema.effective import decay_steps
+from megatron_patch.schema import render, switches
+from megatron_patch.schema.effective import EARLIER, decay_steps
 from megatron_patch.schema.problem import Problem
 from megatron_patch.schema.run import RunConfig
 
@@ -214,6 +216,16 @@ def faults_problems(run: RunConfig) -> Iterator[Problem]:
             )
 
 
+def idle_problems(run: RunConfig) -> Iterator[Problem]:
+    """Keys that somebody changed and nothing reads, for the value of another key."""
+    for key, value, switch in switches.idle(run):
+        if value == EARLIER.get(key):  # the default that a run of an earlier version goes on with
+            continue
+        now = render.scalar(attrgetter(switch.key)(run))
+        text = f"{render.scalar(value)} has no effect with {switch.key}: {now}; leave it out, or "
+        yield Problem(key, text + switch.remedy())
+
+
 RULES: dict[str, Callable[[RunConfig], Iterator[Problem]] | None] = {
     "model": model.problems,
     "training": None,
@@ -235,6 +247,7 @@ def problems(run: RunConfig, sections: Sequence[str] = ("", *RULES)) -> Iterator
 
     ``sections``: names of sections; the empty name stands for the keys outside all of them.
     """
+    yield from (one for one in idle_problems(run) if one.path.partition(".")[0] in sections)
     for name in sections:
         section = getattr(run, name) if name else run
         if hasattr(section, "problems"):

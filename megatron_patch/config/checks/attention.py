@@ -27,12 +27,6 @@ def problems(run: RunConfig) -> Iterator[Problem]:
             f"true with training.fp8 {run.training.fp8!r}: Transformer Engine computes attention "
             "in FP8 under the recipes current and mxfp8 alone; set training.fp8: current",
         )
-    if attention.int8 != type(attention.int8)() and attention.backend != "sage_int8":
-        yield Problem(
-            "attention.int8",
-            f"has no effect with attention.backend {attention.backend!r}: leave it out, or use "
-            "sage_int8",
-        )
     said = set()
     for facts in registry.layer_kinds(run):
         for complaint in unsupported(run.attention.backend, facts):

@@ -11,8 +11,12 @@ from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.registry import MAX_LAYERS
 from megatron_patch.schema import model as shape
 from megatron_patch.schema.effective import groups_experts
-from megatron_patch.schema.problem import Problem, at_least, more_than_0
+from megatron_patch.schema.problem import Problem, at_least
 from megatron_patch.schema.run import RunConfig
+from megatron_patch.schema.training import LARGEST, SMALLEST_EPS
+
+MAX_DEPTHS, MAX_EXPERTS, MAX_PADDING = 100, 4_096, 1_048_576
+"""Far above any model, as `MAX_LAYERS`: what counts them one by one would not end."""
 
 
 def problems(run: RunConfig) -> Iterator[Problem]:
@@ -37,8 +41,16 @@ def _sizes(run: RunConfig) -> Iterator[Problem]:
     ):  # fmt: skip
         if section is not None:
             yield from at_least(path, section, dict.fromkeys(names.split(), 1))
-    if model.num_layers > MAX_LAYERS:
-        yield Problem("model.num_layers", f"{model.num_layers}: must be at most {MAX_LAYERS}")
+    depths = 0 if model.mtp is None else model.mtp.num_layers
+    experts = 0 if model.moe is None else model.moe.num_experts
+    for name, value, most in (
+        ("num_layers", model.num_layers, MAX_LAYERS),
+        ("mtp.num_layers", depths, MAX_DEPTHS),
+        ("moe.num_experts", experts, MAX_EXPERTS),
+        ("make_vocab_size_divisible_by", model.make_vocab_size_divisible_by, MAX_PADDING),
+    ):
+        if value > most:
+            yield Problem(f"model.{name}", f"{value}: must be at most {most:,}")
 
 
 def _ranges(run: RunConfig) -> Iterator[Problem]:
@@ -47,7 +59,14 @@ def _ranges(run: RunConfig) -> Iterator[Problem]:
         value = getattr(model, name)
         if not 0.0 <= value < 1.0:
             yield Problem(f"model.{name}", f"{value}: a probability in [0, 1) is needed")
-    yield from more_than_0("model", model, "norm_epsilon", "init_std", "rotary_base")
+    for name, low, high in (
+        ("norm_epsilon", SMALLEST_EPS, 1.0),
+        ("init_std", SMALLEST_EPS, LARGEST),
+        ("rotary_base", SMALLEST_EPS, LARGEST),
+    ):
+        if not low <= (value := getattr(model, name)) <= high:
+            text = f"{value}: must be from {low:g} to {high:g}; it is used in float32"
+            yield Problem(f"model.{name}", text)
     if not 0.0 < model.rotary_percent <= 1.0:
         yield Problem("model.rotary_percent", f"{model.rotary_percent}: a share in (0, 1]")
     if model.layer_spec == "te" and run.training.device == "cpu":
