@@ -50,7 +50,9 @@ def load(
     config = reader.section(root, tree, "", tree.place)
     note = ""
     if config is not None:
-        found = [_located(problem, reader.origins) for problem in _contradictions(config)]
+        found = [
+            _located(problem, reader.origins) for problem in _contradictions(config, reader.origins)
+        ]
         if problems and found:
             note = (
                 "Values that could not be read count as their defaults in checks between keys; "
@@ -236,9 +238,11 @@ def _means_nothing(text: str, scalars: list[Any]) -> bool:
     return text.lower() in NO_VALUE_WORDS and text not in names
 
 
-def _contradictions(config: Any) -> Iterator[Problem]:
+def _contradictions(config: Any, origins: dict[str, Place]) -> Iterator[Problem]:
     """What the sections, and for a whole run the rules between them, find about read values."""
     if isinstance(config, RunConfig):
+        written = {key for key, place in origins.items() if place is not DEFAULT}
+        yield from checks.idle_problems(config, written)
         yield from checks.problems(config)
         return
     for item in [config, *(getattr(config, f.name) for f in dataclasses.fields(config))]:

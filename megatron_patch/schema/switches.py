@@ -1,8 +1,9 @@
 """Keys that nothing reads unless another one, their switch, has one of some values.
 
-A key that was changed while its switch stands otherwise would be dropped without a word: the checks
-refuse it. Not here is what belongs to a switch that is on by default, as ``stability.enabled``: who
-turned that off knows. Nor what is of one text for several machines, as ``cluster.python``.
+A key that was changed while nobody wrote its switch would be dropped without a word: the checks
+refuse it. Who wrote the switch, as ``wandb.enabled: false``, keeps the rest for another day. Not
+here is what belongs to a switch that is on by default, as ``stability.enabled``, nor what is of one
+text for several machines, as ``cluster.python``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ class Switch:
     key: str
     on: tuple[Any, ...] = ()
     off: tuple[Any, ...] = (None, [])
+    strict: bool = False
+    """Whether its keys are refused where it was written, too: they contradict it."""
 
     def reads(self, run: object) -> bool:
         """Whether the keys of this switch have an effect.
@@ -39,10 +42,9 @@ class Switch:
 
 _FULL = Switch("training.recompute.granularity", on=("full",))
 _DECAYS = Switch("optimizer.schedule", off=("constant",))
-_WSD = Switch("optimizer.schedule", on=("wsd",))
 _ROTATES = Switch("model.position_embedding", on=("rope",))
 _DYNAMIC_MAX = Switch("attention.stabilizer", on=("dynamic_max",))
-_SAGE = Switch("attention.backend", on=("sage_int8",))
+_SAGE = Switch("attention.backend", on=("sage_int8",), strict=True)
 _WANDB = Switch("logging.wandb.enabled", on=(True,))
 _REWINDS = Switch("faults.spike.action", on=("rewind",))
 _IMAGE = Switch("cluster.container.image")
@@ -56,8 +58,8 @@ SWITCHES: dict[str, Switch] = {
     "training.recompute.num_layers": _FULL,
     "optimizer.min_lr": _DECAYS,
     "optimizer.decay_steps": _DECAYS,
-    "optimizer.wsd_decay_steps": _WSD,
-    "optimizer.wsd_decay_style": _WSD,
+    "optimizer.wsd_decay_steps": Switch("optimizer.schedule", on=("wsd",), strict=True),
+    "optimizer.wsd_decay_style": Switch("optimizer.schedule", on=("wsd",)),
     "optimizer.muon_momentum": Switch("optimizer.name", on=("muon",)),
     "data.split": Switch("data.blend"),
     "attention.dynamic_max_beta": _DYNAMIC_MAX,
@@ -67,7 +69,7 @@ SWITCHES: dict[str, Switch] = {
     "attention.int8.scales": _SAGE,
     "attention.int8.normalizer": _SAGE,
     "attention.int8.projection": _SAGE,
-    "parallel.cp_gradient_wire": Switch("parallel.context_parallel_size", off=(1,)),
+    "parallel.cp_gradient_wire": Switch("parallel.context_parallel_size", off=(1,), strict=True),
     "parallel.expert_tensor_parallel_size": Switch("model.moe"),
     "logging.wandb.project": _WANDB,
     "logging.wandb.entity": _WANDB,

@@ -8,7 +8,7 @@ sections, or what another room can serve, stands here with the section whose key
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import attrgetter
 
 from megatron_patch.attention.backends import BACKENDS
@@ -216,10 +216,13 @@ def faults_problems(run: RunConfig) -> Iterator[Problem]:
             )
 
 
-def idle_problems(run: RunConfig) -> Iterator[Problem]:
-    """Keys that somebody changed and nothing reads, for the value of another key."""
+def idle_problems(run: RunConfig, written: Collection[str]) -> Iterator[Problem]:
+    """Keys that somebody changed and nothing reads, as `switches` says; ``written``: all keys that
+    somebody wrote. A run that has saved goes on: what it holds may be of an earlier version."""
+    if os.path.isfile(run.directory / last_checkpoint.FILE):
+        return
     for key, value, switch in switches.idle(run):
-        if value == EARLIER.get(key):  # the default that a run of an earlier version goes on with
+        if value == EARLIER.get(key) or (switch.key in written and not switch.strict):
             continue
         now = render.scalar(attrgetter(switch.key)(run))
         text = f"{render.scalar(value)} has no effect with {switch.key}: {now}; leave it out, or "
@@ -247,7 +250,6 @@ def problems(run: RunConfig, sections: Sequence[str] = ("", *RULES)) -> Iterator
 
     ``sections``: names of sections; the empty name stands for the keys outside all of them.
     """
-    yield from (one for one in idle_problems(run) if one.path.partition(".")[0] in sections)
     for name in sections:
         section = getattr(run, name) if name else run
         if hasattr(section, "problems"):
