@@ -283,6 +283,17 @@ def test_wrapped_models(name: str) -> None:
             torch.distributed.destroy_process_group()
 
 
+def test_a_model_of_compiled_layers_is_seen_to_call_it(monkeypatch) -> None:
+    monkeypatch.undo()  # the operators themselves
+    model, plain = (tiny("Llama", hf.NAME).bfloat16() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    for layer in model.model.layers:
+        layer.compile(backend="eager", fullgraph=True)
+    ids = torch.arange(3, 35)[None]
+    for _ in range(2):
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+
+
 def test_generating_with_a_cache() -> None:
     ids = torch.arange(3, 12)[None].repeat(2, 1)
     want = {"max_new_tokens": 4, "do_sample": False}

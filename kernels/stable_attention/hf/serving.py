@@ -24,8 +24,8 @@ _ALLOWED = "models whose attention layers call transformers' AttentionInterface"
 _REMEDY = "Use attn_implementation='sdpa' or 'eager' for it."
 
 
-class _Forward(threading.local):
-    """The outermost model forward under way, of a model that asked for us, of each thread."""
+class _Forward:
+    """The outermost model forward under way, of a model that asked for us."""
 
     model: torch.nn.Module | None = None
     called = False
@@ -36,7 +36,15 @@ class _Forward(threading.local):
     """Whether our mask function saw documents."""
 
 
-_forward = _Forward()
+class _Thread(threading.local):
+    """Threads run models at once. A plain object holds what is noted: torch.compile loses what
+    compiled layers write to a threading.local itself."""
+
+    def __init__(self) -> None:
+        self.forward = _Forward()
+
+
+_thread = _Thread()
 _names: set[str] = set()
 
 
@@ -96,19 +104,19 @@ def _refuse(model: type, why: str) -> None:
 
 def _checked_call(self, *args, **kwargs):
     """``PreTrainedModel.__call__``: note the forward, and refuse one that did not come past us."""
-    if _forward.model is not None or not _asked(self):
+    if _thread.forward.model is not None or not _asked(self):
         return torch.nn.Module.__call__(self, *args, **kwargs)
     compiling = torch.compiler.is_compiling()
-    _forward.model, _forward.called, _forward.packed = self, False, False
+    _thread.forward.model, _thread.forward.called, _thread.forward.packed = self, False, False
     if not compiling:
-        _forward.given = _named(self, args, kwargs)
+        _thread.forward.given = _named(self, args, kwargs)
     try:
         result = torch.nn.Module.__call__(self, *args, **kwargs)
     finally:
-        _forward.model = None
+        _thread.forward.model = None
         if not compiling:
-            _forward.given = {}
-    if not _forward.called and not getattr(self, _SERVED, False):
+            _thread.forward.given = {}
+    if not _thread.forward.called and not getattr(self, _SERVED, False):
         _refuse(type(self), "none of whose layers called it")
     if not compiling:
         # A later forward may replay graphs that were recorded of the layers.
@@ -124,20 +132,20 @@ def _named(model: torch.nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 def called() -> None:
     """Our attention function says so."""
-    _forward.called = True
+    _thread.forward.called = True
 
 
 def saw(offsets: torch.Tensor | None) -> None:
     """Our mask function says which documents it saw."""
     if offsets is not None and not torch.compiler.is_compiling():
-        _forward.packed = True
+        _thread.forward.packed = True
 
 
 def packed() -> bool:
     """Whether our mask function saw documents in the forward under way."""
-    return _forward.model is not None and _forward.packed
+    return _thread.forward.model is not None and _thread.forward.packed
 
 
 def given(name: str) -> Any:
     """An argument of the forward under way, None in a compiled model."""
-    return _forward.given.get(name)
+    return _thread.forward.given.get(name)
