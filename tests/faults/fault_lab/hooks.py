@@ -205,7 +205,7 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "reduction": _before("megatron_patch.training.finite", "StepGuard.before_reduction"),
     "update": _after("megatron_patch.training.agreement", "Agreement.send"),
     "step end": _after(_LOOP, "train_step"),
-    "evaluation": _before(_LOOP, "evaluate"),
+    "evaluation": _before("megatron_patch.training.evaluate", "evaluate"),
     "save begin": _after(_STORE, "CheckpointStore.begin"),
     "save write": _before("megatron_patch.checkpoint.writer", "Plan.write"),
     "save hash": _before(_STORE, "CheckpointStore.hash_files"),
