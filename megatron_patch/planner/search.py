@@ -147,7 +147,8 @@ def _changes(run: RunConfig, candidate: RunConfig) -> dict[str, str]:
                 changed[f"{section}.{name}"] = new
     before, after = run.training.recompute, candidate.training.recompute
     for name in ("granularity", "modules", "method", "num_layers"):
-        if getattr(before, name) != getattr(after, name):
+        kept = after.granularity == "none" and name != "granularity"
+        if getattr(before, name) != getattr(after, name) and not kept:
             changed[f"training.recompute.{name}"] = getattr(after, name)
     # Without spaces, which a shell would split at.
     return {key: render.scalar(value).replace(", ", ",") for key, value in changed.items()}
