@@ -42,8 +42,8 @@ ON_THE_DEVICE = (
     "configs.py", "configs.json", "dispatch.py",
 )  # fmt: skip
 VERSIONS = (
-    "python", "torch", "triton", "megatron-core", "transformer-engine", "apex", "numpy", "cuda",
-    "cudnn", "nccl", "driver",
+    "python", "torch", "triton", "megatron-core", "transformer-engine", "apex", "flash-attn-4",
+    "numpy", "cuda", "cudnn", "nccl", "driver",
 )  # fmt: skip
 
 

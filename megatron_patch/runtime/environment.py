@@ -19,7 +19,7 @@ import megatron_patch
 
 DISTRIBUTIONS = (
     "megatron-patch-stable", "torch", "triton", "megatron-core", "nvidia-resiliency-ext",
-    "transformer-engine", "apex", "numpy", "psutil",
+    "transformer-engine", "apex", "flash-attn-4", "numpy", "psutil",
 )  # fmt: skip
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher tells every rank."""
