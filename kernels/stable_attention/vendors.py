@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stable_attention import configs, dispatch, fa4
+from stable_attention import configs, dispatch, fa4, fp16
 from stable_attention.layouts import dims
 from stable_attention.problem import BACKWARDS, AttentionArgumentError, Extras, Problem
 from stable_attention.triton.backward import backward
@@ -120,6 +120,8 @@ def _flash_rules(problem: Problem) -> Iterator[str]:
 def _fa4_rules(problem: Problem) -> Iterator[str]:
     if why := fa4.missing():
         yield why
+    if problem.sq != problem.sk and "window" in dispatch.needs(problem):
+        yield "window, sq != sk"
 
 
 def _no_dropout(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,6 +157,16 @@ _COMMON = _FORWARDS | {"causal", "sinks", "gqa", "o_lo in int8 or fp32"}
 _GPUS = frozenset({"sm80", "sm90", "sm100"})
 
 VENDORS = (
+    # No vendor's: our own on copies in FP16.
+    Vendor(
+        name="own_fp16",
+        archs=_GPUS | {"interpreter"},
+        features=frozenset(dispatch.FEATURES)
+        - {"chunks", "packed chunks", "chunks with dropout", "paper_bf16"},
+        head_dims=range(8, 257, 8),
+        backward=fp16.backward,
+        takes_dlse=True,
+    ),
     Vendor(
         name="sdpa_cudnn",
         archs=_GPUS,
@@ -213,8 +225,6 @@ def lacks(row: Vendor, problem: Problem, arch: str) -> Iterator[str]:
     if arch not in row.archs:
         yield f"architecture {arch}"
     yield from (f"head dim {d}" for d in {problem.d, problem.dv} if d not in row.head_dims)
-    if problem.sq != problem.sk and "window" in dispatch.needs(problem):
-        yield "window, sq != sk"
     yield from row.rules(problem)
 
 

@@ -149,8 +149,14 @@ def unsupported_backward(
 ) -> Iterator[str]:
     """What a backward of another library (a row of `BACKENDS`) cannot do for our own forward.
 
-    Sinks, maximum logits and most stabilizers are the forward's.
+    Sinks, maximum logits and most stabilizers are the forward's. Our own in FP16 is as our own.
     """
+    if name == "own_fp16":
+        if facts.cp > 1:
+            yield f"context parallelism ({facts.cp} ranks) adds up gradients chunk by chunk"
+        if facts.stabilizer == "paper_bf16":
+            yield "attention.stabilizer 'paper_bf16' rounds to BF16 on purpose"
+        return
     if facts.dropout:
         yield "attention dropout (model.attention_dropout) is drawn by each library in its own way"
     if facts.stabilizer not in DELTA_ALONE:

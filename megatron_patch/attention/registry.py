@@ -25,6 +25,8 @@ from megatron_patch.schema.run import RunConfig
 
 BORROWED = ("sdpa_cudnn", "sdpa_flash", "fa4")
 """Backends whose backward pass can serve the forward of ``stable_flash``."""
+BACKWARDS = ("own_fp16", *BORROWED)
+"""What can serve it beside its own backward pass."""
 
 MAX_LAYERS = 10_000
 """Far above any model; one that asks for more has a mistyped number of layers."""
@@ -94,7 +96,7 @@ def _backward(name: str, facts: LayerRequirements, machine: Machine) -> str:
         return ""
     if facts.backward != "auto":
         return f", backward {facts.backward}"
-    others = [n for n in BORROWED if not list(unsupported_backward(n, facts, machine=machine))]
+    others = [n for n in BACKWARDS if not list(unsupported_backward(n, facts, machine=machine))]
     return f", backward own (or attention.backward: {', '.join(others)})" if others else ""
 
 
@@ -251,7 +253,7 @@ def table() -> str:
         lines.extend(f"    {note}" for note in row.notes)
         if row.borrows:
             there = [other for other in BORROWED if _here(other, machine) == "yes"]
-            lines.append(f"    attention.backward here: {', '.join(['own', *there])}")
+            lines.append(f"    attention.backward here: {', '.join(['own', 'own_fp16', *there])}")
     return "\n".join(lines)
 
 

@@ -378,16 +378,21 @@ def kernel_bytes(run: RunConfig, n: RankShapes) -> int:
 def score_bytes(run: RunConfig, n: RankShapes) -> int:
     """What a backend works on in its backward pass, beside what it saved and returns.
 
-    A backward of another library is handed a tensor in place of O.
+    A backward of another library is handed a tensor in place of O, our own in FP16 copies.
 
     Score matrices of the unfused ones; dQ in float32, two numbers a row, and float32 dK and dV of
     parts of the query heads, of ours on sm_90, which is planned for whatever the GPU.
     """
     row = BACKENDS[run.attention.backend]
-    borrowed = run.attention.backend == "fa4" or run.attention.backward not in OURS
-    carrier = n.T * n.q * n.dv * n.w if borrowed else 0
+    backward = run.attention.backward
+    borrowed = run.attention.backend == "fa4" or backward not in (*OURS, "own_fp16")
+    beside = n.T * n.q * n.dv * n.w if borrowed else 0
+    if backward == "own_fp16":
+        gradients = n.q * n.d + n.g * (n.d + n.dv)
+        # Copies of q, k, v and dO; sums of all gradients, of keys also before they are added up.
+        beside = n.T * (n.w * (gradients + n.q * n.dv) + FLOAT * (gradients + n.g * (n.d + n.dv)))
     sums = FLOAT * _summed(run, n, row.summed_head_dims)
-    return row.score_bytes(n, _keys(run, n)) + sums + carrier
+    return row.score_bytes(n, _keys(run, n)) + sums + beside
 
 
 def _summed(run: RunConfig, n: RankShapes, head_dims: tuple[int, ...]) -> int:

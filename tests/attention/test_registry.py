@@ -211,11 +211,13 @@ def test_the_startup_line_says_whose_backward_runs_and_what_else_could_be_asked(
         return registry.check(name, facts(**changes), machine=machine).kernel
 
     ours = "stable_attention (Triton)"
-    assert kernel() == f"{ours}, backward own (or attention.backward: sdpa_cudnn, sdpa_flash)"
-    assert kernel(BOTH).endswith("(or attention.backward: sdpa_cudnn, sdpa_flash, fa4)")
-    assert kernel(head_dim=256, v_head_dim=256).endswith("(or attention.backward: sdpa_flash)")
-    assert kernel(sinks=True).endswith("(or attention.backward: sdpa_cudnn, sdpa_flash)")
-    assert kernel(window=(4, 0)) == kernel(backward="own") == ours
+    own = f"{ours}, backward own (or attention.backward: own_fp16"
+    assert kernel() == kernel(sinks=True) == f"{own}, sdpa_cudnn, sdpa_flash)"
+    assert kernel(BOTH) == f"{own}, sdpa_cudnn, sdpa_flash, fa4)"
+    assert kernel(head_dim=256, v_head_dim=256) == f"{own}, sdpa_flash)"
+    assert kernel(window=(4, 0)) == kernel(dropout=True) == f"{own})"
+    assert kernel(backward="own") == kernel(cp=2) == ours
+    assert kernel(backward="own_fp16") == f"{ours}, backward own_fp16"
     assert kernel(backward="sdpa_cudnn") == f"{ours}, backward sdpa_cudnn"
     assert kernel(BOTH, "fa4") == f"FlashAttention-4, backward; forward {ours}"
     assert kernel(BOTH, "fa4", stabilizer="none") == "FlashAttention-4"
@@ -231,6 +233,12 @@ def test_a_borrowed_backward_is_refused_with_all_it_lacks():
         assert complaint.startswith("attention.backward 'sdpa_cudnn': ")
         assert part in complaint
         assert complaint.endswith(". Use attention.backward: own")
+    fp16 = facts(backward="own_fp16", dropout=True, window=(4, 0), cp=2, stabilizer="paper_bf16")
+    complaints = list(unsupported("stable_flash", fp16, machine=NO_FA4))
+    assert [x.partition(": ")[2][:20] for x in complaints] == [
+        "context parallelism ",
+        "attention.stabilizer",
+    ]
     # Those are the forward's, which is our own.
     mild = facts(backward="sdpa_cudnn", sinks=True, max_logits=True, stabilizer="none")
     assert not list(unsupported("stable_flash", mild, machine=NO_FA4))

@@ -313,13 +313,15 @@ def test_a_guard_that_switches_is_planned_for_the_larger_numerics(backend):
 def test_a_borrowed_backward_is_planned_with_what_stands_in_for_o():
     from megatron_patch.planner.activations import score_bytes
 
-    sizes = SimpleNamespace(T=10, q=4, d=64, dv=64, w=2, s=10)
+    sizes = SimpleNamespace(T=10, q=4, g=2, d=64, dv=64, w=2, s=10)
 
     def of(**attention):
         return score_bytes(tiny_run(attention=attention), sizes)
 
     assert of(backward="sdpa_flash") - of() == 10 * 4 * 64 * 2
     assert of(backward="own") == of()
+    # q, k, v and dO in FP16; float32 dQ, and dK and dV twice.
+    assert of(backward="own_fp16") - of() == 10 * 64 * (2 * (4 + 2 + 2 + 4) + 4 * (4 + 4 + 4))
     assert of(backend="fa4") > of(backend="sdpa_flash")
 
 
