@@ -117,13 +117,14 @@ def backward(
     place by a projecting stabilizer, as there."""
     axis, half, single = problem.layout.index("h"), torch.float16, torch.float32
     planes = delta.dim() > (2 if problem.varlen else 3)
-    p = _powers(problem, dout, q, k, v, delta[0] if planes else delta)
+    rows = delta[0] if planes else delta
+    if problem.varlen:  # tokens of no sequence have any D', and no LSE
+        rows = torch.where((lse[0] if problem.planes > 1 else lse).isneginf(), 0.0, rows)
+    p = _powers(problem, dout, q, k, v, rows)
     copies = [
         _times(x, power, axis, half) for x, power in ((dout, p.dout), (q, p.q), (k, p.k), (v, p.v))
     ]
     scaled = _times(delta, p.ds, delta.dim() - 2, single)
-    if planes:
-        scaled[2] = delta[2]  # P of the sinks
     dq, dk, dv = (torch.zeros(x.shape, dtype=single, device=x.device) for x in (q, k, v))
     # Of the wider head dims the kernels of sm_90 add nothing up.
     own = dispatch.select(problem, q.device).backward if problem.d <= 128 else portable

@@ -13,10 +13,25 @@ from exactness import drawn, gradients, over_bound
 from regimes import make_regime
 
 from megatron_patch.stability.capture import CaptureFile
-from stable_attention import AttentionArgumentError, stable_attention
+from stable_attention import AttentionArgumentError, fp16, stable_attention
 from stable_attention.chunks import chunk_forward
 
 CAPTURES = Path(__file__).resolve().parents[1] / "stability" / "captures"
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every backward pass: whether FP16 held all its heads."""
+    found: list[bool] = []
+    powers = fp16._powers
+
+    def noted(*arguments: Any) -> Any:
+        result = powers(*arguments)
+        found.append(bool(result.served))
+        return result
+
+    monkeypatch.setattr(fp16, "_powers", noted)
+    return found
 
 
 @pytest.mark.parametrize("stabilizer", ["projected", "compensated_projected"])
@@ -69,7 +84,7 @@ CALLS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_every_kind_of_call_is_served(name: str, sinks: bool) -> None:
+def test_every_kind_of_call_is_served(name: str, sinks: bool, served: list[bool]) -> None:
     shape, kv_heads, options = CALLS[name]
     layout = options.get("layout", "bshd")
     q, k, v, dout = drawn(shape)
@@ -83,6 +98,7 @@ def test_every_kind_of_call_is_served(name: str, sinks: bool) -> None:
     for x, y in zip(found, own, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
         assert (x.float() - y.float()).norm() <= 0.01 * y.float().norm()
+    assert served == [True]
 
 
 FACTORS = {
@@ -97,7 +113,7 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("name", FACTORS)
-def test_powers_of_two_change_no_digit(name: str) -> None:
+def test_powers_of_two_change_no_digit(name: str, served: list[bool]) -> None:
     """Also of one of the heads: they have powers of their own."""
     tensors = drawn((1, 32, 2, 16))
     plain = gradients(tensors, causal=True, stabilizer="projected")
@@ -113,10 +129,11 @@ def test_powers_of_two_change_no_digit(name: str) -> None:
         y = y.clone()
         y[:, :, 1] *= factor
         assert torch.equal(x, y)
+    assert served == [True, True]
 
 
 @pytest.mark.parametrize("zeros", [(0,), (1,), (2,), (3,), (0, 1), (0, 1, 2, 3)])
-def test_heads_of_zeros(zeros: tuple[int, ...]) -> None:
+def test_heads_of_zeros(zeros: tuple[int, ...], served: list[bool]) -> None:
     tensors = drawn((1, 32, 2, 16))
     for i in zeros:
         tensors[i][:, :, 1] = 0
@@ -128,6 +145,36 @@ def test_heads_of_zeros(zeros: tuple[int, ...]) -> None:
         for head in (0, 1):
             error = (x[:, :, head].float() - y[:, :, head].float()).norm()
             assert error <= 0.01 * y[:, :, head].float().norm()
+    assert served == [True]
+
+
+def test_the_largest_dp_and_gradients_of_lse_are_within_fp16(served: list[bool]) -> None:
+    """Rows of V and dO that all point one way or the other, half of the keys each; dLSE alone."""
+    q, k, v, dout = (x * 0.1 for x in drawn((1, 4, 1, 64)))
+    v, dout = torch.full_like(v, 0.99), torch.full_like(v, 0.99)
+    v[:, ::2] *= -1
+    for options in ({}, {"return_lse": True}):
+        small = dout * 2.0**-30 if options else dout
+        found, own = (
+            gradients([q, k, v, small], **options, stabilizer="projected", backward=x)
+            for x in ("own_fp16", "own")
+        )
+        for x, y in zip(found[:2], own, strict=False):
+            assert (x.float() - y.float()).norm() <= 0.02 * y.float().norm()
+    assert served == [True, False]
+
+
+def test_the_gradient_of_sinks_has_the_corrected_delta() -> None:
+    """O is 5/6 in every row: rounded to 16 bits, and so is delta, by 2^-9 in the same direction."""
+    q = k = torch.zeros(1, 5, 1, 64, dtype=torch.bfloat16, device=DEVICE)
+    v = dout = torch.ones_like(q)
+    sinks = torch.zeros(1, device=DEVICE)
+    exact = -5 * (1 / 6) * (64 * 5 / 6)
+    plain, found = (
+        float(gradients([q, k, v, sinks, dout], stabilizer=x)[3]) for x in ("none", "projected")
+    )
+    assert abs(plain - exact) > 5e-4 * -exact
+    assert abs(found - exact) < 5e-5 * -exact
 
 
 OUTSIDE = {
@@ -140,7 +187,9 @@ OUTSIDE = {
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_what_fp16_cannot_hold_is_served_by_our_own_backward(name: str, packed: bool) -> None:
+def test_what_fp16_cannot_hold_is_served_by_our_own_backward(
+    name: str, packed: bool, served: list[bool]
+) -> None:
     """With the same bits, sinks included; sequences of a batch are served or not as a whole."""
     q, k, v, dout = drawn((64, 2, 16) if packed else (2, 32, 2, 16))
     options = _packed() if packed else {"causal": True}
@@ -153,6 +202,7 @@ def test_what_fp16_cannot_hold_is_served_by_our_own_backward(name: str, packed: 
     )
     for x, y in zip(found, own, strict=True):
         assert torch.equal(x, y) or torch.equal(x.isnan(), y.isnan())
+    assert served == [False]
 
 
 def test_gradients_repeat() -> None:
