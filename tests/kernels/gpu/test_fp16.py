@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from exactness import drawn, gradients, over_bound
 from regimes import REGIMES, make_regime
 
 from megatron_patch.stability.capture import CaptureFile
+from stable_attention import fp16
 
 CAPTURES = sorted((Path(__file__).resolve().parents[2] / "stability" / "captures").glob("*.pt"))
 PROJECTING = ("projected", "compensated_projected")
@@ -56,3 +58,38 @@ def test_every_head_dim_with_few_key_heads_and_odd_lengths(
     for x, y, z in zip(found, own, again, strict=True):
         assert (x.float() - y.float()).norm() <= 0.01 * y.float().norm()
         assert torch.equal(x, z)
+
+
+@pytest.mark.parametrize("stabilizer", [*PROJECTING, "compensated"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_packed_sequences_and_windows(
+    d: int, stabilizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[int] = []
+    powers = fp16._powers
+
+    def noted(*arguments: Any) -> Any:
+        found = powers(*arguments)
+        served.append(int(found[2][3, 0]))
+        return found
+
+    monkeypatch.setattr(fp16, "_powers", noted)
+    ends = torch.tensor([0, 0, 300, 301, 2000, 4000], dtype=torch.int32, device="cuda")
+    q, dout = drawn((4097, 8, d), count=2)
+    k, v = drawn((4097, 2, d), seed=1, count=2)
+    dout[4000:] = float("nan")  # of no sequence
+    cases: tuple[tuple[dict[str, Any], int], ...] = (
+        ({"window": (100, 0)}, 1),  # NaN is nothing that FP16 holds
+        ({}, 0),
+    )
+    for options, asked in cases:
+        if not asked:
+            dout[4000:] = 0.0
+        packed = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": True}
+        found, own = (
+            gradients([q, k, v, dout], **packed, **options, stabilizer=stabilizer, backward=x)
+            for x in ("own_fp16", "own")
+        )
+        for x, y in zip(found, own, strict=True):
+            assert (x.float() - y.float()).norm() <= 0.01 * y.float().norm()
+        assert served.pop() == asked
