@@ -83,16 +83,17 @@ class Tensors:
 Runner = Callable[[Tensors], BackendResult]
 
 
-def stable_flash(stabilizer: str, residual: str = "bf16") -> Runner:
-    """``stable_flash`` with a stabilizer (or half of one)."""
+def stable_flash(stabilizer: str, residual: str = "bf16", backward: str = "own") -> Runner:
+    """``stable_flash`` with a stabilizer (or half of one) and a backward."""
 
     def run(x: Tensors) -> BackendResult:
         from stable_attention import stable_attention
 
         q, k, v = x.leaves()
         found = stable_attention(
-            q, k, v, **x.call(), stabilizer=stabilizer, residual=residual, deterministic=True,
-            allow_broken=stabilizer == "paper_bf16", return_lse=True, return_residual=True,
+            q, k, v, **x.call(), stabilizer=stabilizer, residual=residual, backward=backward,
+            deterministic=True, allow_broken=stabilizer == "paper_bf16", return_lse=True,
+            return_residual=True,
         )  # fmt: skip
         assert isinstance(found, tuple)
         return x.result(found[0], q, k, lse=found[1], low=found[2])
@@ -217,6 +218,7 @@ STABILIZERS = {
     "compensated, int8": ("compensated", "int8"),
     "compensated_projected": ("compensated_projected",),
     "projected": ("projected",),
+    "projected own_fp16": ("projected", "bf16", "own_fp16"),
     "none": ("none",),
     "low_order_o": ("low_order_o",),
     "consistent_sum": ("consistent_sum",),
