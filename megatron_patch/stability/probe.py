@@ -215,7 +215,7 @@ NO_DELTA = ("sdpa_math",)
 
 STABILIZERS = {
     "compensated": ("compensated",),
-    "compensated, int8": ("compensated", "int8"),
+    "compensated int8": ("compensated", "int8"),
     "compensated_projected": ("compensated_projected",),
     "projected": ("projected",),
     "projected own_fp16": ("projected", "bf16", "own_fp16"),

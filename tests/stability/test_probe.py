@@ -206,6 +206,14 @@ def test_a_backend_without_delta_is_judged_by_its_gradients(tmp_path, capsys):
     assert "| sdpa_math |" in said.out and "no finite figure" not in said.err
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_name_can_be_asked_for(device):
+    """Commas part names, so none may have one."""
+    table = probing.backends(torch.device(device))
+    for name in table:
+        assert name in probing.choose(name, torch.device(device))
+
+
 def test_what_is_refused(tmp_path, capsys):
     (tmp_path / "code.pt").write_bytes(b"not a capture")
     cases = (
