@@ -1,11 +1,11 @@
-"""Our own backward with operands in FP16, for tensors of either 16-bit type: "own_fp16".
+"""Our own backward with operands in FP16, for BF16 tensors: "own_fp16".
 
 P and dS are rounded where they multiply: to 8 bits in BF16, to 11 in FP16, at one speed. Of heads
 that have begun to diverge, dK and dV show that rounding as no other part of a gradient does
 (research/projection.py, part "captures"). FP16 has no exponents for what BF16 tensors may hold, so
 powers of two, one a key/value head and tensor, bring q, k, v and dO into its range: their copies
-are exact but for what is 2^-24 of the largest number of their head. Sums are float32, and the same
-powers come out of them before they are rounded to the gradients' type.
+are exact but for what is 2^-24 of the largest number of their head. Sums are float32 and gradients
+BF16, which has room for whatever powers are in them: they come out again without a rounding.
 
 The power of q is the inverse of that of k, since kernels are told the scale of logits by the host.
 Where q and k of a head have no such pair (logits beyond 2^28, or all below 2^-16), or a tensor is
@@ -28,6 +28,7 @@ from stable_attention import dispatch
 from stable_attention.problem import Extras, Problem
 from stable_attention.triton.backward import backward as portable
 from stable_attention.triton.launches import Arguments, launch
+from stable_attention.triton.results import new_gradients
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -161,10 +162,14 @@ def _powers(
 
 def _times(x: torch.Tensor, factor: torch.Tensor, axis: int, dtype: torch.dtype) -> torch.Tensor:
     """x by a power of two a head, contiguous, rounded once."""
+    into = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.mul(x, _along(factor, x, axis), out=into)
+
+
+def _along(factor: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
     size = [1] * x.dim()
     size[axis] = -1
-    into = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return torch.mul(x, factor.view(size), out=into)
+    return factor.view(size)
 
 
 def backward(
@@ -180,7 +185,7 @@ def backward(
 ) -> Gradients:
     """(dQ, dK, dV) as `triton.backward.backward`, whose arguments these are; delta is corrected in
     place by a projecting stabilizer, as there."""
-    axis, half, single = problem.layout.index("h"), torch.float16, torch.float32
+    axis, half = problem.layout.index("h"), torch.float16
     planes = delta.dim() > (2 if problem.varlen else 3)
     rows = delta[0] if planes else delta
     if problem.varlen:  # tokens of no sequence have any D', and no LSE
@@ -192,16 +197,16 @@ def backward(
             (dout, of_queries[1]), (q, of_queries[0]), (k, of_keys[0]), (v, of_keys[1]),
         )
     ]  # fmt: skip
-    scaled = _times(delta, of_queries[2], delta.dim() - 2, single)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=single, device=x.device) for x in (q, k, v))
-    # Of the wider head dims the kernels of sm_90 add nothing up.
+    scaled = _times(delta, of_queries[2], delta.dim() - 2, torch.float32)
+    dq, dk, dv = gradients = new_gradients(problem, q, k, v)[1]
+    # For the wider head dims the kernels of sm_90 store dQ in the type of their operands.
     own = dispatch.select(problem, q.device).backward if problem.d <= 128 else portable
-    own(problem, *copies, lse=lse, delta=scaled, extras=extras, accumulators=(dq, dk, dv))
-    out = (dq, of_queries[3]), (dk, of_keys[2]), (dv, of_keys[3])
-    dq, dk, dv = (_times(x, factor, axis, q.dtype) for x, factor in out)
+    own(problem, *copies, lse=lse, delta=scaled, extras=extras, gradients=gradients)
+    for x, factor in (dq, of_queries[3]), (dk, of_keys[2]), (dv, of_keys[3]):
+        x.mul_(_along(factor, x, axis))
     portable(
         problem, dout, q, k, v,
-        lse=lse, delta=delta, extras=_asked(problem, extras, ends), gradients=(dq, dk, dv),
+        lse=lse, delta=delta, extras=_asked(problem, extras, ends), gradients=gradients,
     )  # fmt: skip
     if planes:
         corrected = scaled[0] / of_queries[2][:, None]

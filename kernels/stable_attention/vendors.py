@@ -124,6 +124,11 @@ def _fa4_rules(problem: Problem) -> Iterator[str]:
         yield "window, sq != sk"
 
 
+def _fp16_rules(problem: Problem) -> Iterator[str]:
+    if problem.dtype != torch.bfloat16:
+        yield "FP16 tensors, whose own backward has FP16 operands"
+
+
 def _no_dropout(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Philox seed and offset that nobody draws with."""
     zero = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -166,6 +171,7 @@ VENDORS = (
         head_dims=range(8, 257, 8),
         backward=fp16.backward,
         takes_dlse=True,
+        rules=_fp16_rules,
     ),
     Vendor(
         name="sdpa_cudnn",

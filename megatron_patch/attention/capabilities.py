@@ -156,6 +156,8 @@ def unsupported_backward(
             yield f"context parallelism ({facts.cp} ranks) adds up gradients chunk by chunk"
         if facts.stabilizer == "paper_bf16":
             yield "attention.stabilizer 'paper_bf16' rounds to BF16 on purpose"
+        if facts.dtype == "fp16":
+            yield "training.precision 'fp16' has FP16 operands without it"
         return
     if facts.dropout:
         yield "attention dropout (model.attention_dropout) is drawn by each library in its own way"

@@ -388,9 +388,8 @@ def score_bytes(run: RunConfig, n: RankShapes) -> int:
     borrowed = run.attention.backend == "fa4" or backward not in (*OURS, "own_fp16")
     beside = n.T * n.q * n.dv * n.w if borrowed else 0
     if backward == "own_fp16":
-        gradients = n.q * n.d + n.g * (n.d + n.dv)
-        # Copies of q, k, v and dO; sums of all gradients, of keys also before they are added up.
-        beside = n.T * (n.w * (gradients + n.q * n.dv) + FLOAT * (gradients + n.g * (n.d + n.dv)))
+        # Copies of q, k, v and dO; float32 dK and dV.
+        beside = n.T * (n.d + n.dv) * (n.w * (n.q + n.g) + FLOAT * n.g)
     sums = FLOAT * _summed(run, n, row.summed_head_dims)
     return row.score_bytes(n, _keys(run, n)) + sums + beside
 
