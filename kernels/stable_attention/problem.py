@@ -31,7 +31,7 @@ MAX_SOFTCAP = 1e5
 # Global batch and head indices are 32-bit, and a launch has fewer than 2^16 of each.
 MAX_OFFSET = 2**31 - 2**16
 # Whose backward pass runs; see `vendors`.
-BACKWARDS = ("auto", "own", "own_fp16", "sdpa_cudnn", "sdpa_flash", "fa4")
+BACKWARDS = ("auto", "own", "own_x2", "sdpa_cudnn", "sdpa_flash", "fa4")
 # Problems and specs remembered: packed batches have new lengths at every step.
 KEPT = 1024
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stable_attention import configs, dispatch, fa4, fp16
+from stable_attention import configs, dispatch, fa4
 from stable_attention.layouts import dims
 from stable_attention.problem import BACKWARDS, AttentionArgumentError, Extras, Problem
 from stable_attention.triton.backward import backward
@@ -124,11 +124,6 @@ def _fa4_rules(problem: Problem) -> Iterator[str]:
         yield "window, sq != sk"
 
 
-def _fp16_rules(problem: Problem) -> Iterator[str]:
-    if problem.dtype != torch.bfloat16:
-        yield "FP16 tensors, whose own backward has FP16 operands"
-
-
 def _no_dropout(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Philox seed and offset that nobody draws with."""
     zero = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -162,16 +157,15 @@ _COMMON = _FORWARDS | {"causal", "sinks", "gqa", "o_lo in int8 or fp32"}
 _GPUS = frozenset({"sm80", "sm90", "sm100"})
 
 VENDORS = (
-    # No vendor's: our own on copies in FP16.
+    # No vendor's: our portable kernels, which multiply P and dS in two parts of the tensors' type.
     Vendor(
-        name="own_fp16",
+        name="own_x2",
         archs=_GPUS | {"interpreter"},
         features=frozenset(dispatch.FEATURES)
         - {"chunks", "packed chunks", "chunks with dropout", "paper_bf16"},
         head_dims=range(8, 257, 8),
-        backward=fp16.backward,
+        backward=backward,
         takes_dlse=True,
-        rules=_fp16_rules,
     ),
     Vendor(
         name="sdpa_cudnn",

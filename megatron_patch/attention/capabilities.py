@@ -149,15 +149,13 @@ def unsupported_backward(
 ) -> Iterator[str]:
     """What a backward of another library (a row of `BACKENDS`) cannot do for our own forward.
 
-    Sinks, maximum logits and most stabilizers are the forward's. Our own in FP16 is as our own.
+    Sinks, maximum logits and most stabilizers are the forward's. Our own in two parts is our own.
     """
-    if name == "own_fp16":
+    if name == "own_x2":
         if facts.cp > 1:
             yield f"context parallelism ({facts.cp} ranks) adds up gradients chunk by chunk"
         if facts.stabilizer == "paper_bf16":
             yield "attention.stabilizer 'paper_bf16' rounds to BF16 on purpose"
-        if facts.dtype == "fp16":
-            yield "training.precision 'fp16' has FP16 operands without it"
         return
     if facts.dropout:
         yield "attention dropout (model.attention_dropout) is drawn by each library in its own way"

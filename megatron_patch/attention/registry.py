@@ -25,7 +25,7 @@ from megatron_patch.schema.run import RunConfig
 
 BORROWED = ("sdpa_cudnn", "sdpa_flash", "fa4")
 """Backends whose backward pass can serve the forward of ``stable_flash``."""
-BACKWARDS = ("own_fp16", *BORROWED)
+BACKWARDS = ("own_x2", *BORROWED)
 """What can serve it beside its own backward pass."""
 
 MAX_LAYERS = 10_000
@@ -253,7 +253,7 @@ def table() -> str:
         lines.extend(f"    {note}" for note in row.notes)
         if row.borrows:
             there = [other for other in BORROWED if _here(other, machine) == "yes"]
-            lines.append(f"    attention.backward here: {', '.join(['own', 'own_fp16', *there])}")
+            lines.append(f"    attention.backward here: {', '.join(['own', 'own_x2', *there])}")
     return "\n".join(lines)
 
 

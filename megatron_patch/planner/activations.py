@@ -378,18 +378,15 @@ def kernel_bytes(run: RunConfig, n: RankShapes) -> int:
 def score_bytes(run: RunConfig, n: RankShapes) -> int:
     """What a backend works on in its backward pass, beside what it saved and returns.
 
-    A backward of another library is handed a tensor in place of O, our own in FP16 copies.
+    A backward of another library is handed a tensor in place of O.
 
     Score matrices of the unfused ones; dQ in float32, two numbers a row, and float32 dK and dV of
     parts of the query heads, of ours on sm_90, which is planned for whatever the GPU.
     """
     row = BACKENDS[run.attention.backend]
     backward = run.attention.backward
-    borrowed = run.attention.backend == "fa4" or backward not in (*OURS, "own_fp16")
+    borrowed = run.attention.backend == "fa4" or backward not in (*OURS, "own_x2")
     beside = n.T * n.q * n.dv * n.w if borrowed else 0
-    if backward == "own_fp16":
-        # Copies of q, k, v and dO; float32 dK and dV.
-        beside = n.T * (n.d + n.dv) * (n.w * (n.q + n.g) + FLOAT * n.g)
     sums = FLOAT * _summed(run, n, row.summed_head_dims)
     return row.score_bytes(n, _keys(run, n)) + sums + beside
 

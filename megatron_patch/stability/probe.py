@@ -218,7 +218,7 @@ STABILIZERS = {
     "compensated int8": ("compensated", "int8"),
     "compensated_projected": ("compensated_projected",),
     "projected": ("projected",),
-    "projected own_fp16": ("projected", "bf16", "own_fp16"),
+    "projected own_x2": ("projected", "bf16", "own_x2"),
     "none": ("none",),
     "low_order_o": ("low_order_o",),
     "consistent_sum": ("consistent_sum",),

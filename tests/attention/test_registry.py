@@ -211,13 +211,13 @@ def test_the_startup_line_says_whose_backward_runs_and_what_else_could_be_asked(
         return registry.check(name, facts(**changes), machine=machine).kernel
 
     ours = "stable_attention (Triton)"
-    own = f"{ours}, backward own (or attention.backward: own_fp16"
+    own = f"{ours}, backward own (or attention.backward: own_x2"
     assert kernel() == kernel(sinks=True) == f"{own}, sdpa_cudnn, sdpa_flash)"
     assert kernel(BOTH) == f"{own}, sdpa_cudnn, sdpa_flash, fa4)"
     assert kernel(head_dim=256, v_head_dim=256) == f"{own}, sdpa_flash)"
     assert kernel(window=(4, 0)) == kernel(dropout=True) == f"{own})"
     assert kernel(backward="own") == kernel(cp=2) == ours
-    assert kernel(backward="own_fp16") == f"{ours}, backward own_fp16"
+    assert kernel(backward="own_x2") == f"{ours}, backward own_x2"
     assert kernel(backward="sdpa_cudnn") == f"{ours}, backward sdpa_cudnn"
     assert kernel(BOTH, "fa4") == f"FlashAttention-4, backward; forward {ours}"
     assert kernel(BOTH, "fa4", stabilizer="none") == "FlashAttention-4"
@@ -233,8 +233,8 @@ def test_a_borrowed_backward_is_refused_with_all_it_lacks():
         assert complaint.startswith("attention.backward 'sdpa_cudnn': ")
         assert part in complaint
         assert complaint.endswith(". Use attention.backward: own")
-    fp16 = facts(backward="own_fp16", dropout=True, window=(4, 0), cp=2, stabilizer="paper_bf16")
-    complaints = list(unsupported("stable_flash", fp16, machine=NO_FA4))
+    x2 = facts(backward="own_x2", dropout=True, window=(4, 0), cp=2, stabilizer="paper_bf16")
+    complaints = list(unsupported("stable_flash", x2, machine=NO_FA4))
     assert [x.partition(": ")[2][:20] for x in complaints] == [
         "context parallelism ",
         "attention.stabilizer",

@@ -1,4 +1,4 @@
-"""Gradients beside those of FP32 attention: what the FP16 backward promises of every one."""
+"""Gradients beside those of FP32 attention: the promise of the backward in two parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gradients(tensors: Tensors, **options: Any) -> list[torch.Tensor]:
     *inputs, dout = tensors
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     sinks = {"sinks": leaves[3]} if len(leaves) > 3 else {}
-    out = stable_attention(*leaves[:3], **sinks, **{"backward": "own_fp16"} | options)
+    out = stable_attention(*leaves[:3], **sinks, **{"backward": "own_x2"} | options)
     if not isinstance(out, torch.Tensor):
         return list(torch.autograd.grad(out, leaves, [dout, torch.ones_like(out[1])]))
     return list(torch.autograd.grad(out, leaves, dout))

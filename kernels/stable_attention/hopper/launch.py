@@ -284,15 +284,14 @@ def _launch(
         return
     sums = new((tiles * bm, problem.d), dtype=torch.float32)
     partial = None
-    elsewhere = add or dk.dtype != k.dtype  # they pass through shared memory in the type of k
-    if parts > 1 or elsewhere:
+    if parts > 1 or add:
         rows = plan.entries * problem.kv_heads * parts * key_tiles * bn
         partial = new((2, rows, problem.d), dtype=torch.float32)
     launch(
         backward_kernel,
         (plan, add),
         (
-            q, k, v, dout, *((None, None) if elsewhere else (dk, dv)),
+            q, k, v, dout, *((None, None) if add else (dk, dv)),
             extras.seed if problem.dropout_p > 0 else None,
             shift, padded, sums, excess, rank, turns, counter, of_keys, partial,
         ),

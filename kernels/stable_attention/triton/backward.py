@@ -53,6 +53,7 @@ from stable_attention.triton.memory import (
 from stable_attention.triton.options import NO_SPECIALIZE, common_arguments
 from stable_attention.triton.parts import (
     add_dot_parts,
+    add_rest,
     dot_over_parts,
     first_part,
     load_parts,
@@ -105,6 +106,7 @@ def _dkdv_step(
     do = load_parts(do.sources, do.offsets, m0, do.stride, sq, T.BM, T.BDV, T.DV, MASKED, T.TMA)
     # [BN, BDV] @ [BDV, BM] -> [BN, BM]
     dp = dot_over_parts(v, do)
+    weights = p
     p_rounded = p.to(do[0].dtype)
     if T.DROPOUT:
         keep = keep_mask(
@@ -112,18 +114,21 @@ def _dkdv_step(
             drop.threshold, T.BM, T.BN, not T.CHUNKED,
         )  # fmt: skip
         keep = tl.trans(keep)
+        weights = tl.where(keep, p, 0.0)
         p_rounded = tl.where(keep, p_rounded, 0.0)
         dp = tl.where(keep, dp * drop.keep_scale, 0.0)
     # [BN, BM] @ [BM, BDV] -> [BN, BDV]
     dv = add_dot_parts(p_rounded, do, dv)
+    dv = add_rest(weights, p_rounded, do, dv, T.SPLIT)
     if MASKED:
         delta = tl.load(delta_ptr + rows, mask=rows < sq, other=0.0)
     else:
         delta = tl.load(delta_ptr + rows)
-    ds = score_slope(p * (dp - delta[None, :]), s, T.CAPPED).to(q[0].dtype)
+    ds = score_slope(p * (dp - delta[None, :]), s, T.CAPPED)
+    ds_rounded = ds.to(q[0].dtype)
     # [BN, BM] @ [BM, BD] -> [BN, BD]
-    dk = add_dot_parts(ds, q, dk)
-    return dk, dv
+    dk = add_dot_parts(ds_rounded, q, dk)
+    return add_rest(ds, ds_rounded, q, dk, T.SPLIT), dv
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -141,7 +146,7 @@ def dkdv_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr, PAPER: tl.constexpr,
     ADD: tl.constexpr, EVEN: tl.constexpr, HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr,
-    PLANES: tl.constexpr,
+    PLANES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     # Under a causal mask the first key tiles see the most queries, so the order is natural.
     tile, hk = tile_and_head(tl.program_id(0), tiles, heads // GROUP, HEAD_BLOCK, False)
@@ -166,8 +171,9 @@ def dkdv_kernel(
     seed = tl.load(seed_ptr) if DROPOUT else 0
     plane = heads.to(tl.int64) * tq if PLANES else 0
     T: tl.constexpr = bundles.BackwardTraits(
-        BM, BN, BD, BDV, D, DV, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED, PAPER, TMA, PLANES
-    )
+        BM, BN, BD, BDV, D, DV, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED, PAPER, TMA, PLANES,
+        SPLIT,
+    )  # fmt: skip
     mask = bundles.Mask(n0, sq, shift, left, right)
     softmax = bundles.Softmax(unit, capped_scale)
     lo, full_lo, full_hi, hi = query_range(
@@ -262,9 +268,11 @@ def _dq_step(
             drop.threshold, T.BM, T.BN, not T.CHUNKED,
         )  # fmt: skip
         dp = tl.where(keep, dp * drop.keep_scale, 0.0)
-    ds = score_slope(p * (dp - delta[:, None]), s, T.CAPPED).to(k[0].dtype)
+    ds = score_slope(p * (dp - delta[:, None]), s, T.CAPPED)
+    ds_rounded = ds.to(k[0].dtype)
     # [BM, BN] @ [BN, BD] -> [BM, BD]
-    return add_dot_parts(ds, k, dq), projection.follow(state, ds, p, k, n, T.PROJECT)
+    dq = add_rest(ds, ds_rounded, k, add_dot_parts(ds_rounded, k, dq), T.SPLIT)
+    return dq, projection.follow(state, ds, ds_rounded, p, k, n, T.PROJECT, T.SPLIT)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -282,7 +290,7 @@ def dq_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr, CHUNKED: tl.constexpr, POS_PTR: tl.constexpr, PAPER: tl.constexpr,
     ADD: tl.constexpr, EVEN: tl.constexpr, HEAD_BLOCK: tl.constexpr, TMA: tl.constexpr,
-    PLANES: tl.constexpr, PROJECT: tl.constexpr, TARGET: tl.constexpr,
+    PLANES: tl.constexpr, SPLIT: tl.constexpr, PROJECT: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     tile, h = tile_and_head(tl.program_id(0), tiles, heads, HEAD_BLOCK, HAS_RIGHT)
     b = tl.program_id(1)
@@ -318,7 +326,7 @@ def dq_kernel(
     seed = tl.load(seed_ptr) if DROPOUT else 0
     T: tl.constexpr = bundles.BackwardTraits(
         BM, BN, BD, BDV, D, DV, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED, PAPER, TMA, PLANES,
-        PROJECT,
+        SPLIT, PROJECT,
     )  # fmt: skip
     mask = bundles.Mask(m0, sk, shift, left, right)
     softmax = bundles.Softmax(unit, capped_scale)
@@ -438,15 +446,11 @@ def _row_strides(problem: Problem, lse: torch.Tensor) -> tuple[int, int]:
 
 def _backward_arguments(problem: Problem, extras: Extras, tile: configs.Tile) -> dict[str, object]:
     return common_arguments(problem, extras) | {
-        "keep_scale": 1.0 / (1.0 - problem.dropout_p),
-        "scale": problem.scale,
+        "keep_scale": 1.0 / (1.0 - problem.dropout_p), "scale": problem.scale,
         "PAPER": KNOWN[problem.stabilizer].paper,
-        "PLANES": problem.planes > 1,
-        "BM": tile.bm,
-        "BN": tile.bn,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+        "PLANES": problem.planes > 1, "SPLIT": problem.backward == "own_x2",
+        "BM": tile.bm, "BN": tile.bn, "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
 
 
 def backward(
@@ -484,6 +488,9 @@ def backward(
     for which in passes:
         tile = configs.lookup(which, problem, q.device)
         if which == "dkdv":
+            if problem.backward == "own_x2":  # the rests of P and dS take registers
+                half = "bn" if tile.bm == tile.bn and tile.warps > 4 else "bm"
+                tile = replace(tile, **{half: max(getattr(tile, half) // 2, 16)})
             launch_dkdv(problem, tensors, dk, dv, extras=extras, tile=tile, add=add)
             continue
         if KNOWN[problem.stabilizer].projection == "mean":

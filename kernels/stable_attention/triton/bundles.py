@@ -52,11 +52,12 @@ TMA: what tiles are read through (`memory`)
 
 BackwardTraits = namedtuple(
     "BackwardTraits",
-    "BM BN BD BDV D DV HAS_LEFT HAS_RIGHT CAPPED DROPOUT CHUNKED PAPER TMA PLANES PROJECT",
+    "BM BN BD BDV D DV HAS_LEFT HAS_RIGHT CAPPED DROPOUT CHUNKED PAPER TMA PLANES SPLIT PROJECT",
     defaults=(None,),
 )
 """Of a backward kernel, as `ForwardTraits`.
 
 PLANES: LSE has two planes
+SPLIT: P and dS multiply in two parts (`parts.add_rest`)
 PROJECT: of the pass that makes dQ (`projection`)
 """

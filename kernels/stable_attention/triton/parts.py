@@ -10,7 +10,7 @@ Shape legend: R rows, C columns (the head dim padded by `configs.tile_width`), W
 import triton
 import triton.language as tl
 
-from stable_attention.numerics import accumulate, add_late, add_segment, pinned
+from stable_attention.numerics import accumulate, add_late, add_segment, pinned, widen
 from stable_attention.triton.memory import load_tile, source, tile_offsets
 
 
@@ -105,6 +105,18 @@ def add_dot_parts(p, v, acc):
         return (tl.dot(p, v[0], acc[0]),)
     else:
         return (tl.dot(p, v[0], acc[0]), tl.dot(p, v[1], acc[1]))
+
+
+@triton.jit
+def add_rest(p, rounded, v, acc, SPLIT: tl.constexpr):
+    """acc + (float32 p less its rounding) @ v, itself rounded; acc without SPLIT.
+
+    A 16-bit p has 8 or 11 significant bits, its two parts have twice as many.
+    """
+    if SPLIT:
+        return add_dot_parts((p - widen(rounded)).to(rounded.dtype), v, acc)
+    else:
+        return acc
 
 
 @triton.jit

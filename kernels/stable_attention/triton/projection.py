@@ -14,7 +14,13 @@ import triton
 import triton.language as tl
 
 from stable_attention.numerics import follow_largest, largest_key, largest_start
-from stable_attention.triton.parts import add_dot_parts, first_part, scale_parts, zero_parts
+from stable_attention.triton.parts import (
+    add_dot_parts,
+    add_rest,
+    first_part,
+    scale_parts,
+    zero_parts,
+)
 
 # What a kernel's PROJECT argument says.
 NONE, KEY, MEAN = (tl.constexpr(i) for i in range(3))
@@ -39,19 +45,20 @@ def start(BM: tl.constexpr, BD: tl.constexpr, PROJECT: tl.constexpr):
 
 
 @triton.jit
-def follow(state, ds, p, k, n, PROJECT: tl.constexpr):
-    """`start` after a key tile from n on: ds [BM, BN] as it multiplies k, p float32."""
+def follow(state, ds, rounded, p, k, n, PROJECT: tl.constexpr, SPLIT: tl.constexpr):
+    """`start` after a key tile from n on: ds, p [BM, BN] float32, ds ``rounded`` as it multiplies
+    k, under SPLIT with its rest."""
     if PROJECT == NONE:
         return state
     else:
         # The sum of the very numbers that multiply K, and truncated as that product is.
-        ones = tl.full([p.shape[1], ONES], 1.0, tl.float32).to(ds.dtype)
-        excess = tl.dot(ds, ones, state[0])
+        ones = tl.full([p.shape[1], ONES], 1.0, tl.float32).to(rounded.dtype)
+        (excess,) = add_rest(ds, rounded, (ones,), (tl.dot(rounded, ones, state[0]),), SPLIT)
         if PROJECT == KEY:
             rank, tile = follow_largest(state[1], state[2], p, n)
             return excess, rank, tile
         else:
-            p = p.to(ds.dtype)
+            p = p.to(rounded.dtype)
             return excess, tl.dot(p, ones, state[1]), add_dot_parts(p, k, state[2])
 
 

@@ -1,4 +1,4 @@
-"""The backward with FP16 operands on a GPU: every head dim and kernel set, captured heads whole."""
+"""The backward in two parts on a GPU: every head dim, captured heads whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from exactness import drawn, gradients, over_bound
 from regimes import REGIMES, make_regime
 
 from megatron_patch.stability.capture import CaptureFile
-from stable_attention import fp16
 
 CAPTURES = sorted((Path(__file__).resolve().parents[2] / "stability" / "captures").glob("*.pt"))
 PROJECTING = ("projected", "compensated_projected")
@@ -28,11 +27,8 @@ def test_gradients_of_regimes_are_as_exact_as_fp32_attention(
     assert max(over_bound(tensors, stabilizer=stabilizer)) <= 1.0
 
 
-@pytest.mark.parametrize("stabilizer", PROJECTING)
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda x: x.stem)
-def test_gradients_of_captured_heads_are_as_exact_as_fp32_attention(
-    path: Path, stabilizer: str
-) -> None:
+def test_gradients_of_captured_heads_are_as_exact_as_fp32_attention(path: Path) -> None:
     one = CaptureFile.load(path)
     for i in range(len(one.heads)):
         at = one.head_to_kv[i]
@@ -40,7 +36,7 @@ def test_gradients_of_captured_heads_are_as_exact_as_fp32_attention(
             x[:, :1, j : j + 1].permute(1, 2, 0, 3).contiguous().cuda()
             for x, j in ((one.q, i), (one.k, at), (one.v, at), (one.dout, i))
         ]
-        assert max(over_bound(tensors, one.scale, stabilizer=stabilizer)) <= 1.0, one.heads[i]
+        assert max(over_bound(tensors, one.scale, stabilizer="projected")) <= 1.0, one.heads[i]
 
 
 @pytest.mark.parametrize("stabilizer", [*PROJECTING, "compensated"])
@@ -53,7 +49,7 @@ def test_every_head_dim_with_few_key_heads_and_odd_lengths(
     v, dout = (drawn((2, 1111, heads, dv), seed=1, count=1)[0] for heads in (2, 8))
     found, own, again = (
         gradients([q, k, v, dout], causal=True, stabilizer=stabilizer, backward=x)
-        for x in ("own_fp16", "own", "own_fp16")
+        for x in ("own_x2", "own", "own_x2")
     )
     for x, y, z in zip(found, own, again, strict=True):
         assert (x.float() - y.float()).norm() <= 0.01 * y.float().norm()
@@ -62,34 +58,17 @@ def test_every_head_dim_with_few_key_heads_and_odd_lengths(
 
 @pytest.mark.parametrize("stabilizer", [*PROJECTING, "compensated"])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_packed_sequences_and_windows(
-    d: int, stabilizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served: list[int] = []
-    powers = fp16._powers
-
-    def noted(*arguments: Any) -> Any:
-        found = powers(*arguments)
-        served.append(int(found[2][3, 0]))
-        return found
-
-    monkeypatch.setattr(fp16, "_powers", noted)
+def test_packed_sequences_and_windows(d: int, stabilizer: str) -> None:
     ends = torch.tensor([0, 0, 300, 301, 2000, 4000], dtype=torch.int32, device="cuda")
     q, dout = drawn((4097, 8, d), count=2)
     k, v = drawn((4097, 2, d), seed=1, count=2)
     dout[4000:] = float("nan")  # of no sequence
-    cases: tuple[tuple[dict[str, Any], int], ...] = (
-        ({"window": (100, 0)}, 1),  # NaN is nothing that FP16 holds
-        ({}, 0),
-    )
-    for options, asked in cases:
-        if not asked:
-            dout[4000:] = 0.0
-        packed = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": True}
+    packed = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": True}
+    options: dict[str, Any]
+    for options in ({"window": (100, 0)}, {}):
         found, own = (
             gradients([q, k, v, dout], **packed, **options, stabilizer=stabilizer, backward=x)
-            for x in ("own_fp16", "own")
+            for x in ("own_x2", "own")
         )
         for x, y in zip(found, own, strict=True):
             assert (x.float() - y.float()).norm() <= 0.01 * y.float().norm()
-        assert served.pop() == asked
