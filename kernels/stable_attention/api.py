@@ -91,8 +91,8 @@ def stable_attention(
         deterministic: ask for bitwise reproducible gradients, which all kernels of our own give
             with False too.
         backward: whose backward pass runs: "own", "own_x2" (P and dS in two parts of the
-            tensors' type, portable kernels), "sdpa_cudnn" or "sdpa_flash" (torch's), "fa4"
-            (FlashAttention-4), or "auto", the one that was measured to be best for the call's
+            tensors' type; of stabilizers that project), "sdpa_cudnn" or "sdpa_flash" (torch's),
+            "fa4" (FlashAttention-4), or "auto", the one that was measured to be best for the call's
             architecture, else "own". All get the same delta (`vendors`).
         return_lse: also return the float32 log-sum-exp (natural log; includes the sink),
             [b, h, sq], or [h, tq] for thd; differentiable. Rows without keys have -inf. It costs

@@ -158,11 +158,12 @@ _GPUS = frozenset({"sm80", "sm90", "sm100"})
 
 VENDORS = (
     # No vendor's: our portable kernels, which multiply P and dS in two parts of the tensors' type.
+    # Without a projection delta's error remains, and is the larger one.
     Vendor(
         name="own_x2",
         archs=_GPUS | {"interpreter"},
         features=frozenset(dispatch.FEATURES)
-        - {"chunks", "packed chunks", "chunks with dropout", "paper_bf16"},
+        - {"chunks", "packed chunks", "chunks with dropout", "paper_bf16", *_FORWARDS},
         head_dims=range(8, 257, 8),
         backward=backward,
         takes_dlse=True,

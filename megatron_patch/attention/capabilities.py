@@ -29,6 +29,9 @@ class Machine:
 OURS = ("auto", "own")
 """Values of ``attention.backward`` that need no other library."""
 
+PROJECTING = ("projected", "compensated_projected")
+"""Stabilizers that take row sums out of dS."""
+
 DELTA_ALONE = ("compensated", "dynamic_max", "none")
 """Stabilizers whose backward differs in delta alone, which other libraries can be given."""
 
@@ -154,8 +157,9 @@ def unsupported_backward(
     if name == "own_x2":
         if facts.cp > 1:
             yield f"context parallelism ({facts.cp} ranks) adds up gradients chunk by chunk"
-        if facts.stabilizer == "paper_bf16":
-            yield "attention.stabilizer 'paper_bf16' rounds to BF16 on purpose"
+        if facts.stabilizer not in PROJECTING:
+            allowed = " and ".join(PROJECTING)
+            yield f"attention.stabilizer {facts.stabilizer!r}: only {allowed} gain by two parts"
         return
     if facts.dropout:
         yield "attention dropout (model.attention_dropout) is drawn by each library in its own way"

@@ -211,13 +211,14 @@ def test_the_startup_line_says_whose_backward_runs_and_what_else_could_be_asked(
         return registry.check(name, facts(**changes), machine=machine).kernel
 
     ours = "stable_attention (Triton)"
-    own = f"{ours}, backward own (or attention.backward: own_x2"
-    assert kernel() == kernel(sinks=True) == f"{own}, sdpa_cudnn, sdpa_flash)"
-    assert kernel(BOTH) == f"{own}, sdpa_cudnn, sdpa_flash, fa4)"
-    assert kernel(head_dim=256, v_head_dim=256) == f"{own}, sdpa_flash)"
-    assert kernel(window=(4, 0)) == kernel(dropout=True) == f"{own})"
-    assert kernel(backward="own") == kernel(cp=2) == ours
-    assert kernel(backward="own_x2") == f"{ours}, backward own_x2"
+    own = f"{ours}, backward own (or attention.backward:"
+    assert kernel() == kernel(sinks=True) == f"{own} sdpa_cudnn, sdpa_flash)"
+    assert kernel(BOTH) == f"{own} sdpa_cudnn, sdpa_flash, fa4)"
+    assert kernel(head_dim=256, v_head_dim=256) == f"{own} sdpa_flash)"
+    assert kernel(stabilizer="projected", dropout=True) == f"{own} own_x2)"
+    assert kernel(backward="own") == kernel(cp=2) == kernel(window=(4, 0)) == ours
+    x2 = kernel(backward="own_x2", stabilizer="projected")
+    assert x2 == f"{ours}, backward own_x2"
     assert kernel(backward="sdpa_cudnn") == f"{ours}, backward sdpa_cudnn"
     assert kernel(BOTH, "fa4") == f"FlashAttention-4, backward; forward {ours}"
     assert kernel(BOTH, "fa4", stabilizer="none") == "FlashAttention-4"
