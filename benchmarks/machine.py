@@ -62,8 +62,9 @@ def context_digest() -> str:
 
 
 SAME_CODE = {"e06b2a6c41f4204f": "05d31b48e28517c8"}
-"""`functions_digest` of an earlier tree: of this one. PTX of what the earlier one launches was
-compared (five head dims, four stabilizers, both kernel sets, sm_80 and sm_90) and is the same."""
+"""`functions_digest` of an earlier tree: of this one. What the earlier one launches compiles to the
+same PTX, by the digests of tests/golden/ptx.py: five head dims, four stabilizers, sm_80 and
+both kernel sets of sm_90. An entry goes with the next change of the kernels."""
 
 
 def functions_digest(root: Path = ROOT) -> str:

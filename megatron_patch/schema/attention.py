@@ -38,9 +38,10 @@ class AttentionConfig:
     """Numerics of ``stable_flash``; ``fa4`` has ``compensated`` and ``none``; other backends accept
     only their own (leave the default)."""
     backward: Literal["auto", "own", "own_x2", "sdpa_cudnn", "sdpa_flash", "fa4"] = "auto"
-    """Backward pass of ``stable_flash``: its own, its own with P and dS in two parts, or that of
-    cuDNN, FlashAttention-2 (both by PyTorch) or FlashAttention-4, given the same delta. ``auto`` is
-    the fastest of those measured on the GPU's architecture, else ``own``."""
+    """Backward pass of ``stable_flash``: its own, its own with P and dS in two parts (projecting
+    ``stabilizer``), or that of cuDNN, FlashAttention-2 (both by PyTorch) or FlashAttention-4, given
+    the same delta. ``auto`` is the fastest of those measured on the GPU's architecture, else
+    ``own``."""
     residual: Literal["default", "bf16", "int8"] = "default"
     """Format in which ``compensated`` and ``compensated_projected`` keep the low-order part of O
     for the backward."""

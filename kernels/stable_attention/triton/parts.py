@@ -111,7 +111,7 @@ def add_dot_parts(p, v, acc):
 def add_rest(p, rounded, v, acc, SPLIT: tl.constexpr):
     """acc + (float32 p less its rounding) @ v, itself rounded; acc without SPLIT.
 
-    A 16-bit p has 8 or 11 significant bits, its two parts have twice as many.
+    A 16-bit p has 8 or 11 significant bits, with its rest it has twice as many.
     """
     if SPLIT:
         return add_dot_parts((p - widen(rounded)).to(rounded.dtype), v, acc)
