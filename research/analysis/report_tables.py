@@ -30,7 +30,7 @@ PAGE = RESULTS.parent / "report.md"
 SETTLED, WINDOW, LAST = 2000, 50, 4
 """Losses are compared from this step on, in windows of so many steps; over the last so many."""
 CONTINUED, LATE, RESCUED = "attribution_continued", "rescue_late", "rescue_projection"
-ANSWERED = ("control", "projected", "compensated_projected")  # of RESCUED: in `continued`
+ANSWERED = ("control", "projected", "compensated_projected", "cudnn")  # of RESCUED: no rescues
 OF = {
     "BF16 stream": "baselines_bf16_residual",
     "BF16 stream, to 8,000": "projection_bf16_residual",
@@ -273,7 +273,7 @@ def rescue() -> str:
         limits = shared.read("runs")[protocol]["explosion"]
         bases = {run["seed"]: run for run in rows_of(protocol) if run["cell"] == "base"}
         for run in rows_of(protocol):
-            at = (run.get("origin") or {"step": run.get("switched_at")})["step"]
+            at = run.get("switched_at") or (run.get("origin") or {"step": None})["step"]
             if at is None or (protocol == RESCUED and run["cell"] in ANSWERED):
                 continue
             base, key = bases[run["seed"]], (protocol, run["run"])
@@ -282,11 +282,10 @@ def rescue() -> str:
             behind = statistics.mean(own[s] - peer[s] for s in both)
             norms = [*windows("grad_norm")[key].values()][-LAST:]
             saved = max(norms) <= limits["grad_norm"] and run["final_loss"] <= limits["loss"]
-            since = [at - base[event] for event in ("first_large_gradient", "exploded_at")]
-            name = run["run"] + ", late" * (protocol == LATE)
-            row = [name, f"{at:,}", *(f"{n:+,}" for n in since), "yes" if saved else "no"]
-            rows.append((since[0], [*row, f"{both[-1]:,}", f"{behind:+.3f}"]))
-    head = ["run", "switched at", "after event", "after loss", "saved", "to step"]
+            since = at - base["first_large_gradient"]
+            row = [run["run"] + ", late" * (protocol == LATE), f"{at:,}", f"{since:+,}", "yes" if saved else "no"]
+            rows.append((since, [*row, f"{both[-1]:,}", f"{behind:+.3f}"]))
+    head = ["run", "switched at", "after event", "saved", "to step"]
     return table([*head, "above compensated"], [row for _, row in sorted(rows)])
 
 
@@ -336,6 +335,7 @@ def add(folder: Path, protocol: str) -> None:
     found = json.loads((folder / "verdicts.json").read_text())
     kept = {x["run"]: x for x in shared.read("runs").get(protocol, {"runs": []})["runs"]}
     found["runs"] = [run if run["steps"] else kept.get(run["run"], run) for run in found["runs"]]
+    found["runs"] += [run for run in kept.values() if run["state"] == "repeated"]
     shared.write("runs", {protocol: found}, RESULTS)
     with (folder / "curves.csv").open(newline="") as file:
         new = [{"protocol": protocol} | row for row in csv.DictReader(file)]
