@@ -271,22 +271,24 @@ def rescue() -> str:
     rows = []
     for protocol in ("rescue", LATE, RESCUED):
         limits = shared.read("runs")[protocol]["explosion"]
-        bases = {run["seed"]: run for run in rows_of(protocol) if run["cell"] == "base"}
+        bases = (run for run in rows_of(protocol) if run["cell"] == "base")
+        events = {run["seed"]: run["first_large_gradient"] for run in bases}
         for run in rows_of(protocol):
             at = run.get("switched_at") or (run.get("origin") or {"step": None})["step"]
             if at is None or (protocol == RESCUED and run["cell"] in ANSWERED):
                 continue
-            base, key = bases[run["seed"]], (protocol, run["run"])
+            key, since = (protocol, run["run"]), at - events[run["seed"]]
             own, peer = windows()[key], counted(f"compensated-s{run['seed']}")
             both = sorted(own.keys() & peer.keys())[-LAST:]
             behind = statistics.mean(own[s] - peer[s] for s in both)
             norms = [*windows("grad_norm")[key].values()][-LAST:]
             saved = max(norms) <= limits["grad_norm"] and run["final_loss"] <= limits["loss"]
-            since = at - base["first_large_gradient"]
-            row = [run["run"] + ", late" * (protocol == LATE), f"{at:,}", f"{since:+,}", "yes" if saved else "no"]
-            rows.append((since, [*row, f"{both[-1]:,}", f"{behind:+.3f}"]))
-    head = ["run", "switched at", "after event", "saved", "to step"]
-    return table([*head, "above compensated"], [row for _, row in sorted(rows)])
+            row = [run["run"] + ", late" * (protocol == LATE), f"{at:,}", f"{since:+,}"]
+            rows.append(
+                (since, [*row, "yes" if saved else "no", f"{both[-1]:,}", f"{behind:+.3f}"])
+            )
+    head = ["run", "switched at", "after event", "saved", "to step", "above compensated"]
+    return table(head, [row for _, row in sorted(rows)])
 
 
 def warnings() -> list[tuple[str, int, int, int]]:
