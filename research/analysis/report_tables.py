@@ -283,10 +283,9 @@ def rescue() -> str:
             behind = statistics.mean(own[s] - peer[s] for s in both)
             norms = [*windows("grad_norm")[key].values()][-LAST:]
             saved = max(norms) <= limits["grad_norm"] and run["final_loss"] <= limits["loss"]
-            row = [run["run"] + ", late" * (protocol == LATE), f"{at:,}", f"{since:+,}"]
-            rows.append(
-                (since, [*row, "yes" if saved else "no", f"{both[-1]:,}", f"{behind:+.3f}"])
-            )
+            name = run["run"] + ", late" * (protocol == LATE)
+            row = [name, f"{at:,}", f"{since:+,}", "yes" if saved else "no", f"{both[-1]:,}"]
+            rows.append((since, [*row, f"{behind:+.3f}"]))
     head = ["run", "switched at", "after event", "saved", "to step", "above compensated"]
     return table(head, [row for _, row in sorted(rows)])
 
