@@ -41,9 +41,9 @@ IN_TWO_PARTS = ("projected", "compensated_projected")
 GPU: of `projected` every error of every part is within 0.6 of 1.5 times FP32 attention's and one
 rounding; of `compensated_projected`, whose P has the rounded sum, dK of captured heads with logits
 of 2,000 up to 2.5; both passes take 1.2 to 1.6 times as long as the portable kernels without.
-Seen on an H200: 0.41, but for one dK of 62 captured heads, 1.48; 2.3; 1.25 to 1.69. That head's P is
-1, and its dK a hundredth of the others': delta's rounding to float32 alone costs it 0.009, and FP32
-attention errs by 0.007 on the H200, by 0.07 on a CPU.
+Seen on an H200: 0.41, but for one dK of 62 captured heads, 1.48; 2.3; 1.25 to 1.69. That head's P
+is 1, and its dK a hundredth of the others': delta's rounding to float32 alone costs it 0.009, and
+FP32 attention errs by 0.007 on the H200, by 0.07 on a CPU.
 
 Before it there was one with FP16 operands (part "fp16_operands"; no code is left of it), predicted
 within 0.7, at most 1.3 times as long at 16,384 keys, 1.5 to 2.5 times at 1,024. Regimes and logits

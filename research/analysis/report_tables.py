@@ -104,17 +104,8 @@ def runs() -> str:
             rows.append([*row, f"{run['final_loss']:.4f}"])
     order = list(dict.fromkeys(row[0] for row in rows))
     rows.sort(key=lambda row: (order.index(row[0]), row[2] == "BF16", row[1]))
-    head = [
-        "numerics",
-        "seed",
-        "stream",
-        "steps",
-        "norm > 1",
-        "loss > 4.5",
-        "largest norm",
-        "final loss",
-    ]
-    return table(head, rows)
+    head = ["numerics", "seed", "stream", "steps", "norm > 1", "loss > 4.5", "largest norm"]
+    return table([*head, "final loss"], rows)
 
 
 def losses() -> str:
