@@ -249,6 +249,23 @@ def rows_that_sum_to_zero(stabilizer: str, regime: str) -> list[str]:
     return problems
 
 
+def each_row_to_itself(
+    stabilizer: str = "projected", backward: str = "own", limit: float = 0.01
+) -> list[str]:
+    """P is 1 to seven digits, dK of the size of delta's last bit: FP32 attention loses it."""
+    from exactness import distance, drawn, gradients, sdpa
+
+    q, _, v, dout = drawn((1, 2, 128, 64))
+    q = 2.125 * q.sign()
+    leaves = [x.double().requires_grad_() for x in (q, q, v)]
+    truth = torch.autograd.grad(sdpa(*leaves, is_causal=True), leaves, dout.double())
+    options = {"layout": "bhsd", "causal": True, "stabilizer": stabilizer, "backward": backward}
+    found = gradients((q, q, v, dout), **options)
+    errors = (distance(x, y) for x, y in zip(found, truth, strict=True))
+    pairs = zip(("dQ", "dK", "dV"), errors, strict=True)
+    return [f"{name} error {error:.4f}" for name, error in pairs if not error < limit]
+
+
 def chunks_that_sum_to_zero(
     stabilizer: str = "compensated_projected", causal: bool = False
 ) -> list[str]:
@@ -381,6 +398,7 @@ PROPERTIES: dict[str, Callable[[], list[str]]] = {
     "window bounds": window_bounds,
     "projected, equal sinks": lambda: rows_that_sum_to_zero("projected", "tie3"),
     "projected, saturated sink": lambda: rows_that_sum_to_zero("projected", "one"),
+    "projected, each row to itself": each_row_to_itself,
     "projected along a key, chunks": chunks_that_sum_to_zero,
     "projected along a key": lambda: rows_that_sum_to_zero("compensated_projected", "tie3"),
     "large logits, projected": lambda: large_logits("projected"),

@@ -10,6 +10,7 @@ import torch
 from attention_cases import DEVICE
 from exactness import drawn, gradients, over_bound
 from regimes import make_regime
+from suite import each_row_to_itself
 
 from megatron_patch.stability.capture import CaptureFile
 from stable_attention import AttentionArgumentError, stable_attention
@@ -49,6 +50,11 @@ def test_gradients_of_captured_heads_are_as_exact_as_fp32_attention(
     if one.step < 7000 and dtype == torch.bfloat16:
         own = over_bound(tensors, one.scale, stabilizer="projected", backward="own")
         assert max(own) > 1.2
+
+
+@pytest.mark.parametrize("stabilizer", ["projected", "compensated_projected"])
+def test_gradients_of_rows_with_one_key_are_rounded_once(stabilizer: str) -> None:
+    assert not each_row_to_itself(stabilizer, "own_x2", limit=0.002)
 
 
 def _packed() -> dict[str, Any]:

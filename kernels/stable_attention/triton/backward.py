@@ -45,6 +45,7 @@ from stable_attention.triton.geometry import (
 from stable_attention.triton.launches import launch
 from stable_attention.triton.memory import (
     POINTERS,
+    load_row,
     load_tile,
     source,
     store_tile,
@@ -84,16 +85,10 @@ def _dkdv_step(
     q = load_parts(q.sources, q.offsets, m0, q.stride, sq, T.BM, T.BD, T.D, MASKED, T.TMA)
     # [BN, BD] @ [BD, BM] -> [BN, BM]
     s = dot_over_parts(k, q)
-    if MASKED:
-        lse = tl.load(lse_ptr + rows, mask=rows < sq, other=float("inf"))
-    else:
-        lse = tl.load(lse_ptr + rows)
+    lse = load_row(lse_ptr, rows, sq, float("inf"), MASKED)
     s = soften(round_scores(s, T.PAPER), softmax.capped_scale, T.CAPPED)
     if T.PLANES:
-        if MASKED:
-            rest = tl.load(lse_ptr + numbers.plane + rows, mask=rows < sq, other=0.0)
-        else:
-            rest = tl.load(lse_ptr + numbers.plane + rows)
+        rest = load_row(lse_ptr + numbers.plane, rows, sq, 0.0, MASKED)
         p = tl.exp2((s * softmax.unit - lse_planes_to_shift(lse)[None, :]) - rest[None, :])
     else:
         p = tl.exp2(s * softmax.unit - lse_to_shift(lse)[None, :])
@@ -120,11 +115,10 @@ def _dkdv_step(
     # [BN, BM] @ [BM, BDV] -> [BN, BDV]
     dv = add_dot_parts(p_rounded, do, dv)
     dv = add_rest(weights, p_rounded, do, dv, T.SPLIT)
-    if MASKED:
-        delta = tl.load(delta_ptr + rows, mask=rows < sq, other=0.0)
-    else:
-        delta = tl.load(delta_ptr + rows)
-    ds = score_slope(p * (dp - delta[None, :]), s, T.CAPPED)
+    dp -= load_row(delta_ptr, rows, sq, 0.0, MASKED)[None, :]
+    if T.PLANES:
+        dp -= load_row(numbers.delta_lo_ptr + numbers.first, rows, sq, 0.0, MASKED)[None, :]
+    ds = score_slope(p * dp, s, T.CAPPED)
     ds_rounded = ds.to(q[0].dtype)
     # [BN, BM] @ [BM, BD] -> [BN, BD]
     dk = add_dot_parts(ds_rounded, q, dk)
@@ -134,7 +128,7 @@ def _dkdv_step(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def dkdv_kernel(
     q_ptr, q_tail, do_ptr, do_tail, k_ptr, v_ptr, dk_ptr, dk_tail, dv_ptr, dv_tail,
-    lse_ptr, delta_ptr, seed_ptr,
+    lse_ptr, delta_ptr, delta_lo_ptr, seed_ptr,
     cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
@@ -188,7 +182,7 @@ def dkdv_kernel(
         row = b64 * stride_lb + h64 * stride_lh + start_q
         q = bundles.Tiles(q_h, off_q, stride_qs)
         do = bundles.Tiles(do_h, off_do, stride_gs)
-        numbers = bundles.Rows(lse_ptr, delta_ptr, row, plane)
+        numbers = bundles.Rows(lse_ptr, delta_ptr, delta_lo_ptr, row, plane)
         drop = bundles.Dropout(
             seed, b, batch_offset, h, head_offset, q_pos, k_pos, threshold, keep_scale
         )
@@ -278,7 +272,7 @@ def _dq_step(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def dq_kernel(
     q_ptr, do_ptr, k_ptr, k_tail, v_ptr, v_tail, dq_ptr, dq_tail, key_ptr,
-    excess_ptr, top_ptr, best_ptr, lse_ptr, delta_ptr, seed_ptr,
+    excess_ptr, top_ptr, best_ptr, lse_ptr, delta_ptr, delta_lo_ptr, seed_ptr,
     cu_q_ptr, cu_k_ptr, start_q_ptr, start_k_ptr, pos_q_ptr, pos_k_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh,
@@ -358,7 +352,7 @@ def dq_kernel(
         row_ok = rows < sq
         rest = tl.load(lse_ptr + plane + row + rows, mask=row_ok, other=0.0)
         dq = projection.finish(
-            dq, state, rest, delta_ptr + row, plane, rows, row_ok,
+            dq, state, rest, delta_ptr + row, delta_lo_ptr + row, plane, rows, row_ok,
             source(key_ptr, of_k, (stride_kb, stride_ks, stride_kh), POINTERS),
             stride_ks, BN, BD, D, PROJECT, TARGET,
         )  # fmt: skip
@@ -397,7 +391,7 @@ def _launch(kernel, arguments, problem, tensors, extras, tile, add):
     )
 
 
-def _dkdv_arguments(problem, extras, tile, add, q, k, v, dout, lse, delta, dk, dv, *small):
+def _dkdv_arguments(problem, extras, tile, add, q, k, v, dout, lse, delta, lo, dk, dv, *small):
     tiles = triton.cdiv(problem.sk, tile.bn)
     group_block = max(1, configs.head_block(problem, tiles) // problem.group)
     gradients = ((dk, tile.bn), (dv, tile.bn))
@@ -405,7 +399,7 @@ def _dkdv_arguments(problem, extras, tile, add, q, k, v, dout, lse, delta, dk, d
         problem, tile, ((q, tile.bm), (dout, tile.bm)), gradients, add
     )
     positional = (
-        *reads, k, v, *writes, lse, delta, *small,
+        *reads, k, v, *writes, lse, delta, lo, *small,
         *(s for x in (q, k, v, dout, dk, dv) for s in strides(x, problem.layout)),
         *_row_strides(problem, lse),
     )  # fmt: skip
@@ -417,14 +411,14 @@ def _dkdv_arguments(problem, extras, tile, add, q, k, v, dout, lse, delta, dk, d
 
 
 def _dq_arguments(
-    problem, extras, tile, add, q, k, v, dout, lse, delta, dq, excess, top, best, *small
+    problem, extras, tile, add, q, k, v, dout, lse, delta, lo, dq, excess, top, best, *small
 ):
     tiles = triton.cdiv(problem.sq, tile.bm)
     keys = ((k, tile.bn), (v, tile.bn))
     tma, reads, writes = _descriptors(problem, tile, keys, ((dq, tile.bm),), add)
     project = projection.KINDS[KNOWN[problem.stabilizer].projection]
     positional = (
-        q, dout, *reads, *writes, k if project else None, excess, top, best, lse, delta,
+        q, dout, *reads, *writes, k if project else None, excess, top, best, lse, delta, lo,
         *small,
         *(s for x in (q, k, v, dout, dq) for s in strides(x, problem.layout)),
         *_row_strides(problem, lse),
@@ -481,7 +475,8 @@ def backward(
     dq, dk, dv = accumulators or gradients or new_gradients(problem, q, k, v)[1]
     if problem.batch == 0:
         return dq, dk, dv
-    tensors = (q, k, v, dout, lse, delta)
+    lo = torch.empty_like(lse[0]) if problem.planes > 1 else None
+    tensors = (q, k, v, dout, lse, delta, lo)
     passes = ["dkdv"] * bool(k.numel() and problem.heads) + ["dq"] * bool(q.numel())
     if KNOWN[problem.stabilizer].projection:
         passes.reverse()  # dQ corrects the delta that dK is made with

@@ -33,8 +33,11 @@ Dropout = namedtuple(
 )
 """`philox.keep_mask`, which counts batch entries, heads and positions from some offset on."""
 
-Rows = namedtuple("Rows", "lse_ptr delta_ptr first plane")
-"""Numbers of a head's queries; first: its first one's place, plane: to the second plane of LSE."""
+Rows = namedtuple("Rows", "lse_ptr delta_ptr delta_lo_ptr first plane")
+"""Numbers of a head's queries; first: its first one's place, plane: to the second plane of LSE.
+
+delta_lo_ptr: what `projection.finish` adds to delta
+"""
 
 ForwardTraits = namedtuple(
     "ForwardTraits",

@@ -40,6 +40,15 @@ def source(ptr, head, strides, TMA: tl.constexpr):
 
 
 @triton.jit
+def load_row(ptr, rows, length, other, MASKED: tl.constexpr):
+    """A number for each of ``rows``; if MASKED, ``other`` from ``length`` on."""
+    if MASKED:
+        return tl.load(ptr + rows, mask=rows < length, other=other)
+    else:
+        return tl.load(ptr + rows)
+
+
+@triton.jit
 def load_tile(
     ptr, offsets, row0, stride, rows,
     R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,

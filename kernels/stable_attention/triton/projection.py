@@ -108,16 +108,18 @@ def carry(
 
 @triton.jit
 def finish(
-    dq, state, rest, delta_ptr, plane, rows, row_ok, key_ptr, stride_ks,
+    dq, state, rest, delta_ptr, delta_lo_ptr, plane, rows, row_ok, key_ptr, stride_ks,
     BN: tl.constexpr, BD: tl.constexpr, D: tl.constexpr,
     PROJECT: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """dq [BM, BD] without the excess; D' [BM] in memory is corrected by it.
+    """dq [BM, BD] without the excess; D' [BM] in memory is corrected by it, in two parts: where P
+    is 1, dK is no larger than what one would round away.
 
     Args:
         rest: second plane of LSE: P is 2^-rest times what the tiles had.
         delta_ptr: D' of row 0, and with TARGET at ``plane`` and twice that what the row sums to and
             the sink's P.
+        delta_lo_ptr: of row 0, what the corrected D' is rounded by.
         key_ptr: key 0 of the sequence, for KEY.
     """
     weight = tl.exp2(-rest)
@@ -135,7 +137,11 @@ def finish(
         share = tl.where(whole > 0, weight / tl.where(whole > 0, whole, 1.0), 0.0)
         carrier = scale_parts(state[2], excess * share)
     delta = tl.load(delta_ptr + rows, mask=row_ok, other=0.0)
-    tl.store(delta_ptr + rows, delta + excess, mask=row_ok)
+    # Knuth's sum: either may be the larger.
+    total = delta + excess
+    back = total - delta
+    tl.store(delta_ptr + rows, total, mask=row_ok)
+    tl.store(delta_lo_ptr + rows, (delta - (total - back)) + (excess - back), mask=row_ok)
     if len(dq) == 1:
         return (dq[0] - carrier[0],)
     else:

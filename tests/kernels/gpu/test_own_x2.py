@@ -9,6 +9,7 @@ import pytest
 import torch
 from exactness import drawn, gradients, over_bound
 from regimes import REGIMES, make_regime
+from suite import each_row_to_itself
 
 from megatron_patch.stability.capture import CaptureFile
 
@@ -37,6 +38,14 @@ def test_gradients_of_captured_heads_are_as_exact_as_fp32_attention(path: Path) 
             for x, j in ((one.q, i), (one.k, at), (one.v, at), (one.dout, i))
         ]
         assert max(over_bound(tensors, one.scale, stabilizer="projected")) <= 1.0, one.heads[i]
+
+
+@pytest.mark.parametrize(
+    ("stabilizer", "backward", "limit"),
+    [("projected", "own", 0.01), *((name, "own_x2", 0.002) for name in PROJECTING)],
+)
+def test_gradients_of_rows_with_one_key(stabilizer: str, backward: str, limit: float) -> None:
+    assert not each_row_to_itself(stabilizer, backward, limit)
 
 
 @pytest.mark.parametrize("stabilizer", PROJECTING)
