@@ -94,7 +94,8 @@ class Bench:
         )
         done = forward(problem, q, k, v, extras=self.extras)
         self.forward_inputs = (q, k, v)
-        self.tensors = (q, k, v, dout, done.lse, torch.randn_like(done.lse))
+        lo = torch.empty_like(done.lse[0]) if problem.planes > 1 else None
+        self.tensors = (q, k, v, dout, done.lse, torch.randn_like(done.lse), lo)
         self.grads = [torch.empty_like(x) for x in (q, k, v)]
 
     def run(self, which: str, tile: Tile) -> None:
