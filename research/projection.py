@@ -44,8 +44,9 @@ of 2,000 up to 2.5; both passes take 1.2 to 1.6 times as long as the portable ke
 Seen on an H200: 0.41, but for one dK of 62 captured heads, 1.48; 2.3; 1.25 to 1.69. That head's P
 is 1, and its dK a hundredth of the others': delta's rounding to float32 alone costs it 0.009, and
 FP32 attention errs by 0.007 on the H200, by 0.07 on a CPU. Since then the corrected delta has two
-parts. Predicted: that dK within 0.45 of the bound, every other as before; of `projected` without
-own_x2 dK at step 7,502 below 20; times within 2 %.
+parts, and in two parts P of `compensated_projected` sums to 1. Predicted: that dK within 0.45 of
+the bound; every error of both within 0.75; of `projected` without own_x2 dK at step 7,502 below 20;
+times within 2 %, of `compensated_projected` in two parts within 6 %.
 
 Before it there was one with FP16 operands (part "fp16_operands"; no code is left of it), predicted
 within 0.7, at most 1.3 times as long at 16,384 keys, 1.5 to 2.5 times at 1,024. Regimes and logits

@@ -63,6 +63,7 @@ TALL = "sq=33 sk=130 d=32 hq=1 hk=1 values=tall"
 SINK_SUM = "sq=64 sk=64 causal=1 sinks=learned hq=4 dlse=1 stabilizer=compensated_projected"
 ALONG_KEY, ALONG_MEAN = "projected along a key", "projected, equal sinks"
 IN_CHUNKS = "projected along a key, chunks"
+TWO_PARTS = "two parts, projected along a key"
 EMPTY_ROWS = "pytorch-109517 fully masked rows poison the gradients"
 BELOW = "FA-1947 P of masked positions not zeroed"
 
@@ -342,6 +343,14 @@ BUGS = (
         "excess *= 0.0\n    total = delta + excess", "projected, saturated sink"),
     Bug("dK from the first part of delta", PROJECTION, "+ (excess - back), mask",
         "* 0.0, mask", "projected, each row to itself"),
+    Bug("two parts: dQ of P that does not sum to 1", PROJECTION, "weight /= total",
+        "weight /= 1.0", TWO_PARTS),
+    Bug("two parts: sum of P without its sink", PROJECTION, "total += p_sink",
+        "total += 0.0 * p_sink", TWO_PARTS),
+    Bug("two parts: target with another sink's P", PROJECTION, "(p_sink / total - p_sink) * delta",
+        "0.0 * delta", TWO_PARTS),
+    Bug("two parts: gradient of another sink's P", PROJECTION, "p_sink / total, mask",
+        "p_sink, mask", TWO_PARTS),
     Bug("dQ without the second plane of LSE", PROJECTION, "weight = tl.exp2(-rest)",
         "weight = tl.exp2(rest * 0.0)", "large logits, projected along a key"),
     Bug("dK, dV without the second plane of LSE", BACKWARD, "- rest[None, :])", "+ 0.0)",

@@ -266,6 +266,27 @@ def each_row_to_itself(
     return [f"{name} error {error:.4f}" for name, error in pairs if not error < limit]
 
 
+def in_two_parts(stabilizer: str) -> list[str]:
+    """With sinks and a gradient of LSE: P and its sink sum to 1, whatever O was divided by."""
+    from exactness import distance, drawn, gradients
+    from oracle import oracle_attention
+
+    q, k, v, dout = drawn((1, 2, 96, 64))
+    given = (q, k, v, torch.tensor([0.5, 3.0], device=DEVICE))
+    how = {"layout": "bhsd", "causal": True, "stabilizer": stabilizer, "return_lse": True}
+    found = gradients((*given, dout), **how)
+    leaves = [x.double().requires_grad_() for x in given]
+    told = oracle_attention(*leaves[:3], sinks=leaves[3], layout="bhsd", causal=True)
+    ends = dout.double(), torch.ones_like(told.lse)
+    truth = torch.autograd.grad((told.out, told.lse), leaves, ends)
+    problems = []
+    for name, x, y in zip(("dQ", "dK", "dV", "dSink"), found, truth, strict=True):
+        limit = 2e-6 if name == "dSink" else 1.3 * distance(y.to(x.dtype), y)
+        if not distance(x, y) < limit:
+            problems.append(f"{name} error {distance(x, y):.2e} in two parts, limit {limit:.2e}")
+    return problems
+
+
 def chunks_that_sum_to_zero(
     stabilizer: str = "compensated_projected", causal: bool = False
 ) -> list[str]:
@@ -399,6 +420,8 @@ PROPERTIES: dict[str, Callable[[], list[str]]] = {
     "projected, equal sinks": lambda: rows_that_sum_to_zero("projected", "tie3"),
     "projected, saturated sink": lambda: rows_that_sum_to_zero("projected", "one"),
     "projected, each row to itself": each_row_to_itself,
+    "two parts, projected": lambda: in_two_parts("projected"),
+    "two parts, projected along a key": lambda: in_two_parts("compensated_projected"),
     "projected along a key, chunks": chunks_that_sum_to_zero,
     "projected along a key": lambda: rows_that_sum_to_zero("compensated_projected", "tie3"),
     "large logits, projected": lambda: large_logits("projected"),

@@ -88,7 +88,8 @@ def _dkdv_step(
     lse = load_row(lse_ptr, rows, sq, float("inf"), MASKED)
     s = soften(round_scores(s, T.PAPER), softmax.capped_scale, T.CAPPED)
     if T.PLANES:
-        rest = load_row(lse_ptr + numbers.plane, rows, sq, 0.0, MASKED)
+        rests = numbers.delta_lo_ptr + numbers.first if T.SPLIT else lse_ptr
+        rest = load_row(rests + numbers.plane, rows, sq, 0.0, MASKED)
         p = tl.exp2((s * softmax.unit - lse_planes_to_shift(lse)[None, :]) - rest[None, :])
     else:
         p = tl.exp2(s * softmax.unit - lse_to_shift(lse)[None, :])
@@ -316,7 +317,7 @@ def dq_kernel(
     lse = lse_planes_to_shift(lse) if PLANES else lse_to_shift(lse)
     delta = tl.load(delta_ptr + row + rows, mask=rows < sq, other=0.0)
     dq = zero_parts(BM, BD)
-    state = projection.start(BM, BD, PROJECT)
+    state = projection.start(BM, BD, PROJECT, SPLIT)
     seed = tl.load(seed_ptr) if DROPOUT else 0
     T: tl.constexpr = bundles.BackwardTraits(
         BM, BN, BD, BDV, D, DV, HAS_LEFT, HAS_RIGHT, CAPPED, DROPOUT, CHUNKED, PAPER, TMA, PLANES,
@@ -354,7 +355,7 @@ def dq_kernel(
         dq = projection.finish(
             dq, state, rest, delta_ptr + row, delta_lo_ptr + row, plane, rows, row_ok,
             source(key_ptr, of_k, (stride_kb, stride_ks, stride_kh), POINTERS),
-            stride_ks, BN, BD, D, PROJECT, TARGET,
+            stride_ks, BN, BD, D, PROJECT, TARGET, SPLIT,
         )  # fmt: skip
     OUT: tl.constexpr = POINTERS if ADD else TMA
     dq_ptr = part_sources(dq_ptr, dq_tail, of_q, (stride_dqb, stride_dqs, stride_dqh), BD, OUT)
@@ -475,7 +476,8 @@ def backward(
     dq, dk, dv = accumulators or gradients or new_gradients(problem, q, k, v)[1]
     if problem.batch == 0:
         return dq, dk, dv
-    lo = torch.empty_like(lse[0]) if problem.planes > 1 else None
+    two = problem.backward == "own_x2"
+    lo = torch.empty_like(lse if two else lse[0]) if problem.planes > 1 else None
     tensors = (q, k, v, dout, lse, delta, lo)
     passes = ["dkdv"] * bool(k.numel() and problem.heads) + ["dq"] * bool(q.numel())
     if KNOWN[problem.stabilizer].projection:
@@ -483,7 +485,7 @@ def backward(
     for which in passes:
         tile = configs.lookup(which, problem, q.device)
         if which == "dkdv":
-            if problem.backward == "own_x2":  # the rests of P and dS take registers
+            if two:  # the rests of P and dS take registers
                 half = "bn" if tile.bm == tile.bn and tile.warps > 4 else "bm"
                 tile = replace(tile, **{half: max(getattr(tile, half) // 2, 16)})
             launch_dkdv(problem, tensors, dk, dv, extras=extras, tile=tile, add=add)

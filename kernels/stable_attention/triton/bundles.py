@@ -36,7 +36,7 @@ Dropout = namedtuple(
 Rows = namedtuple("Rows", "lse_ptr delta_ptr delta_lo_ptr first plane")
 """Numbers of a head's queries; first: its first one's place, plane: to the second plane of LSE.
 
-delta_lo_ptr: what `projection.finish` adds to delta
+delta_lo_ptr: what `projection.finish` leaves beside the corrected delta
 """
 
 ForwardTraits = namedtuple(

@@ -29,11 +29,12 @@ ONES = tl.constexpr(8)
 
 
 @triton.jit
-def start(BM: tl.constexpr, BD: tl.constexpr, PROJECT: tl.constexpr):
+def start(BM: tl.constexpr, BD: tl.constexpr, PROJECT: tl.constexpr, SPLIT: tl.constexpr):
     """What `follow` needs of the tiles before the first."""
     if PROJECT == KEY:
         rank, tile = largest_start(BM)
-        return tl.zeros([BM, ONES], tl.float32), rank, tile
+        total = tl.zeros([BM], tl.float32) if SPLIT else 0
+        return tl.zeros([BM, ONES], tl.float32), rank, tile, total
     elif PROJECT == MEAN:
         return (
             tl.zeros([BM, ONES], tl.float32),
@@ -56,7 +57,8 @@ def follow(state, ds, rounded, p, k, n, PROJECT: tl.constexpr, SPLIT: tl.constex
         (excess,) = add_rest(ds, rounded, (ones,), (tl.dot(rounded, ones, state[0]),), SPLIT)
         if PROJECT == KEY:
             rank, tile = follow_largest(state[1], state[2], p, n)
-            return excess, rank, tile
+            total = state[3] + tl.sum(p, 1) if SPLIT else state[3]
+            return excess, rank, tile, total
         else:
             p = p.to(rounded.dtype)
             return excess, tl.dot(p, ones, state[1]), add_dot_parts(p, k, state[2])
@@ -110,7 +112,7 @@ def carry(
 def finish(
     dq, state, rest, delta_ptr, delta_lo_ptr, plane, rows, row_ok, key_ptr, stride_ks,
     BN: tl.constexpr, BD: tl.constexpr, D: tl.constexpr,
-    PROJECT: tl.constexpr, TARGET: tl.constexpr,
+    PROJECT: tl.constexpr, TARGET: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """dq [BM, BD] without the excess; D' [BM] in memory is corrected by it, in two parts: where P
     is 1, dK is no larger than what one would round away.
@@ -119,13 +121,29 @@ def finish(
         rest: second plane of LSE: P is 2^-rest times what the tiles had.
         delta_ptr: D' of row 0, and with TARGET at ``plane`` and twice that what the row sums to and
             the sink's P.
-        delta_lo_ptr: of row 0, what the corrected D' is rounded by.
+        delta_lo_ptr: of row 0, what the corrected D' is rounded by; with SPLIT at ``plane`` the
+            rest with which P sums to 1: that of the rounded sum is off by what two parts show.
         key_ptr: key 0 of the sequence, for KEY.
     """
     weight = tl.exp2(-rest)
-    excess = tl.max(state[0], 1) * weight
+    delta = tl.load(delta_ptr + rows, mask=row_ok, other=0.0)
+    target = 0.0
     if TARGET:
-        excess -= tl.load(delta_ptr + plane + rows, mask=row_ok, other=0.0)
+        target = tl.load(delta_ptr + plane + rows, mask=row_ok, other=0.0)
+    if SPLIT:
+        if PROJECT == KEY:
+            total = state[3] * weight
+            if TARGET:
+                p_sink = tl.load(delta_ptr + 2 * plane + rows, mask=row_ok, other=0.0)
+                total += p_sink
+            total = tl.where(total > 0, total, 1.0)
+            if TARGET:
+                target += (p_sink / total - p_sink) * delta
+                tl.store(delta_ptr + 2 * plane + rows, p_sink / total, mask=row_ok)
+            rest += tl.log2(total)
+            weight /= total
+        tl.store(delta_lo_ptr + plane + rows, rest, mask=row_ok)
+    excess = tl.max(state[0], 1) * weight - target
     dq = scale_parts(dq, weight)
     if PROJECT == KEY:
         key, found = largest_key(state[1], state[2], BN)
@@ -136,7 +154,6 @@ def finish(
             whole += tl.load(delta_ptr + 2 * plane + rows, mask=row_ok, other=0.0)
         share = tl.where(whole > 0, weight / tl.where(whole > 0, whole, 1.0), 0.0)
         carrier = scale_parts(state[2], excess * share)
-    delta = tl.load(delta_ptr + rows, mask=row_ok, other=0.0)
     # Knuth's sum: either may be the larger.
     total = delta + excess
     back = total - delta

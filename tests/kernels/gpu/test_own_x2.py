@@ -28,8 +28,11 @@ def test_gradients_of_regimes_are_as_exact_as_fp32_attention(
     assert max(over_bound(tensors, stabilizer=stabilizer)) <= 1.0
 
 
+@pytest.mark.parametrize("stabilizer", PROJECTING)
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda x: x.stem)
-def test_gradients_of_captured_heads_are_as_exact_as_fp32_attention(path: Path) -> None:
+def test_gradients_of_captured_heads_are_as_exact_as_fp32_attention(
+    path: Path, stabilizer: str
+) -> None:
     one = CaptureFile.load(path)
     for i in range(len(one.heads)):
         at = one.head_to_kv[i]
@@ -37,7 +40,7 @@ def test_gradients_of_captured_heads_are_as_exact_as_fp32_attention(path: Path) 
             x[:, :1, j : j + 1].permute(1, 2, 0, 3).contiguous().cuda()
             for x, j in ((one.q, i), (one.k, at), (one.v, at), (one.dout, i))
         ]
-        assert max(over_bound(tensors, one.scale, stabilizer="projected")) <= 1.0, one.heads[i]
+        assert max(over_bound(tensors, one.scale, stabilizer=stabilizer)) <= 1.0, one.heads[i]
 
 
 @pytest.mark.parametrize(
