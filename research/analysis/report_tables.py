@@ -347,6 +347,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--add", nargs=2, metavar=("FOLDER", "PROTOCOL"))
     args = parser.parse_args()
+    if args.add and not (Path(args.add[0]) / "verdicts.json").is_file():
+        parser.error(f"--add {args.add[0]}: no verdicts.json there; name RUNS/results of run.py")
     if args.add:
         add(Path(args.add[0]), args.add[1])
         return 0
