@@ -8,7 +8,8 @@ What is stabilised, and why (arXiv 2510.04212; docs/numerics.md):
 * O stored in 16 bits is one source of e. "compensated" keeps O_lo = O - O_hi, and delta uses both.
 * The other source: the tensor cores multiply V by P *rounded to 16 bits*, so O is a weighted mean
   only if it is divided by the sum of the same rounded P. Hence two sums:
-      l_rounded   sum of rounded P           normalises O and the backward's P
+      l_rounded   sum of rounded P           normalises O and the backward's P (but in two parts,
+                                             where P is divided by its own: `triton.projection`)
       l_fp32      sum of unrounded P         gives LSE and the merge weights, where asked for
 * A third, which grows with the key length: tensor cores truncate when they add to a large
   accumulator, a one-sided error of up to 2^-24 of it per 16 keys (`truncation`). "compensated" lets

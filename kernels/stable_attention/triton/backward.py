@@ -88,6 +88,7 @@ def _dkdv_step(
     lse = load_row(lse_ptr, rows, sq, float("inf"), MASKED)
     s = soften(round_scores(s, T.PAPER), softmax.capped_scale, T.CAPPED)
     if T.PLANES:
+        # Under SPLIT `projection.finish` has made it anew.
         rests = numbers.delta_lo_ptr + numbers.first if T.SPLIT else lse_ptr
         rest = load_row(rests + numbers.plane, rows, sq, 0.0, MASKED)
         p = tl.exp2((s * softmax.unit - lse_planes_to_shift(lse)[None, :]) - rest[None, :])

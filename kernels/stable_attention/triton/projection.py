@@ -155,10 +155,10 @@ def finish(
         share = tl.where(whole > 0, weight / tl.where(whole > 0, whole, 1.0), 0.0)
         carrier = scale_parts(state[2], excess * share)
     # Knuth's sum: either may be the larger.
-    total = delta + excess
-    back = total - delta
-    tl.store(delta_ptr + rows, total, mask=row_ok)
-    tl.store(delta_lo_ptr + rows, (delta - (total - back)) + (excess - back), mask=row_ok)
+    corrected = delta + excess
+    back = corrected - delta
+    tl.store(delta_ptr + rows, corrected, mask=row_ok)
+    tl.store(delta_lo_ptr + rows, (delta - (corrected - back)) + (excess - back), mask=row_ok)
     if len(dq) == 1:
         return (dq[0] - carrier[0],)
     else:
