@@ -3,9 +3,10 @@
 The interpreter keeps a BF16 value as its uint16 bit pattern. Out of the box it truncates
 FP32 -> BF16 (a bias, of all things), multiplies bit patterns in ``tl.dot`` and adds them in
 element-wise arithmetic: attention of BF16 tensors would come out as noise of size 1e8, and say
-nothing. ``install()`` replaces the casts by round to nearest even, and runs dots and element-wise
-operations of BF16 operands in FP32 with one rounding of the result, as the hardware does. It also
-leaves out what the interpreter does again and again to no effect.
+nothing. ``install()`` replaces the casts by round to nearest even, and runs element-wise operations
+of BF16 operands in FP32 with one rounding of the result, as the hardware does, and dots of 16-bit
+operands in float64, rounded once to FP32. It also leaves out what the interpreter does again and
+again to no effect.
 
 `numerics`, which every kernel of the library imports, installs it where kernels are interpreted.
 """
@@ -72,13 +73,14 @@ def install() -> None:
         return cast(self, src, dst_type)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        def operand(x: Any) -> Any:
-            # FP16 operands go through the FP32 BLAS too: same products, many times faster.
-            if x.dtype.scalar == tl.float16:
-                return handle(x.data.astype(np.float32), tl.float32)
-            return widen(x)
-
-        return dot(self, operand(a), operand(b), d, *rest)
+        sixteen = (tl.bfloat16, tl.float16)
+        if a.dtype.scalar not in sixteen or b.dtype.scalar not in sixteen:
+            return dot(self, widen(a), widen(b), d, *rest)
+        # Products of 16 bits are exact in float64, and so, but for 1e-16, is their sum: rounded
+        # once, it has the same bits on every CPU and in tiles of every shape, as BLAS's FP32 has
+        # not. Both passes of a backward must see the same dP.
+        wide = np.matmul(*(widen(x).data.astype(np.float64) for x in (a, b)))
+        return handle(wide.astype(np.float32).astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         if not (is_bf16(lhs) and is_bf16(rhs)):

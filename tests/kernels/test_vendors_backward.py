@@ -66,7 +66,8 @@ def test_errors_are_those_of_our_own_backward(name: str) -> None:
         error(_gradients(tensors, layout="bhsd", causal=True, backward=name))
         for name in ("own", "sdpa_flash")
     )
-    assert borrowed <= 1.1 * own
+    # Our products are rounded once in the interpreter, torch's at every addition.
+    assert borrowed <= 1.25 * own
     assert borrowed < 0.5 * error(stock)
 
 
