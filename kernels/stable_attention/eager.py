@@ -12,14 +12,16 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 _REFUSED = (
-    "is called inside torch.vmap, a transform of torch.func, torch.export or torch.jit.trace, or "
-    "for batched gradients (is_grads_batched, vectorize), which do not reach its kernels; "
+    "is called inside torch.vmap, a transform of torch.func, torch.export or torch.jit.trace, with "
+    "dual numbers, or for batched gradients (is_grads_batched, vectorize), which do not reach its "
+    "kernels; "
     "allowed: eager calls, Tensor.backward() or torch.autograd.grad, and torch.compile without "
     "fullgraph. For vmap put the mapped dimension into the batch."
 )
@@ -50,10 +52,14 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_memory(name: str, *values: object) -> None:
-    """NotImplementedError where ``values`` are, or stand for, tensors that kernels cannot read."""
+    """NotImplementedError where ``values`` are, or stand for, tensors that kernels cannot read, or
+    have a tangent, which would be a silent zero."""
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
     # What autograd batches, for several gradients at once, has none either.
-    bare = any(isinstance(x, torch.Tensor) and not torch._C._has_storage(x) for x in values)
-    if bare or torch._C._are_functorch_transforms_active():
+    refused = any(not torch._C._has_storage(x) for x in tensors)
+    if forward_ad._current_level >= 0:
+        refused = refused or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    if refused or torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{name} {_REFUSED}")
 
 

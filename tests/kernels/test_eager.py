@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import DEVICE
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import stable_attention
@@ -40,6 +41,11 @@ def _given() -> torch.Tensor:
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
 
 
+def _of_dual_numbers(call: Callable[[torch.Tensor], object], x: torch.Tensor) -> object:
+    with forward_ad.dual_level():
+        return call(forward_ad.make_dual(x, x))
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_transforms_are_refused_with_a_remedy(name: str) -> None:
     """They ended in "must override the setup_context staticmethod", or in missing storage."""
@@ -49,6 +55,7 @@ def test_transforms_are_refused_with_a_remedy(name: str) -> None:
         lambda: torch.func.grad(lambda y: CALLS[name](y).sum())(x),
         lambda: torch.func.jvp(CALLS[name], (x,), (x,)),
         lambda: torch.jit.trace(CALLS[name], (x,)),
+        lambda: _of_dual_numbers(CALLS[name], x),
     )
     for transform in transforms:
         with pytest.raises(NotImplementedError, match=rf"{name} is called inside torch\.vmap"):
