@@ -37,6 +37,12 @@ HALF_RATE_WIDTH = 256
 ATTENTION_SHARE = {64: (0.30, 0.37), 128: (0.40, 0.43), 256: (0.26, 0.22)}
 """Forward and backward rate of `stable_flash` over the BF16 peak, by head dim, from 4k tokens on
 (docs/assets/attention.json: H200, causal, `compensated`)."""
+PROJECTING = {
+    "compensated_projected": {"own": {64: 1.25, 128: 1.16}, "own_x2": {64: 1.99, 128: 1.86}},
+    "projected": {"own": {64: 1.42, 128: 1.96}, "own_x2": {64: 2.02, 128: 3.07}},
+}
+"""Time of both passes over that of `none`, by stabilizer, backward and head dim
+(docs/assets/projection.json: H200, geometric means of six shapes)."""
 SHORT = 1024
 """Sequence length at which attention runs at half that rate (same table)."""
 TRAFFIC, TRAFFIC_FUSED = 7.4, 5.8
@@ -147,8 +153,13 @@ class _Clock:
         nearest = min(ATTENTION_SHARE, key=lambda d: abs(d - n.d))
         length = self.model.seq_length
         slow = length / (length + SHORT)
-        forward, backward = (share * slow * self.gpu.peak for share in ATTENTION_SHARE[nearest])
-        return flops / forward, 2.5 * flops / backward
+        rates = [share * slow * self.gpu.peak for share in ATTENTION_SHARE[nearest]]
+        forward, backward = flops / rates[0], 2.5 * flops / rates[1]
+        asked = self.run.attention
+        if asked.backend == "stable_flash" and asked.stabilizer in PROJECTING:
+            times = PROJECTING[asked.stabilizer]["own_x2" if asked.backward == "own_x2" else "own"]
+            backward += (times[min(nearest, 128)] - 1) * (forward + backward)
+        return forward, backward
 
     def feed_forward(self, number: int) -> float:
         """Forward seconds of the matrices of the MLP or the experts."""

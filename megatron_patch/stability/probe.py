@@ -219,6 +219,7 @@ STABILIZERS = {
     "compensated_projected": ("compensated_projected",),
     "projected": ("projected",),
     "projected own_x2": ("projected", "bf16", "own_x2"),
+    "compensated_projected own_x2": ("compensated_projected", "bf16", "own_x2"),
     "none": ("none",),
     "low_order_o": ("low_order_o",),
     "consistent_sum": ("consistent_sum",),

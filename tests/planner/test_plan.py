@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
 from megatron_patch import config
 from megatron_patch.cli import app
 from megatron_patch.cli.cluster import token_budget
-from megatron_patch.planner import hardware, plan, search
+from megatron_patch.planner import compute, hardware, plan, search
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -164,6 +165,27 @@ def test_step_time_of_gpt2_124m_is_the_measured_one(gpus):
         vocab=32768,
     )
     assert found.speed.step.total == pytest.approx(seconds, rel=0.08)
+
+
+def test_attention_that_projects_takes_as_long_as_measured():
+    rows = json.loads((TRAINING.parent / "projection.json").read_text())["times"]["rows"]
+    ms: dict = {}
+    for row in rows:
+        if row["kernels"] == "":  # those of sm_90, where it has them
+            ms.setdefault((row["d"], row["backend"]), []).append(row["both_ms"])
+
+    def attention(*sets: str) -> float:
+        sets = tuple(f"attention.{x}" for x in sets)
+        return planned("llama_8b_8k.yaml", "h200", 1, *sets).speed.step.attention
+
+    for stabilizer, kinds in compute.PROJECTING.items():
+        for backward, by_dim in kinds.items():
+            name = stabilizer + ", own_x2" * (backward == "own_x2")
+            for d, factor in by_dim.items():
+                pairs = zip(ms[d, name], ms[d, "none"], strict=True)
+                assert factor == round(geometric_mean(a / b for a, b in pairs), 2), (name, d)
+            asked = attention(f"stabilizer={stabilizer}", f"backward={backward}")
+            assert asked / attention() == pytest.approx(by_dim[128])
 
 
 def test_more_of_everything_costs_more():
