@@ -84,8 +84,8 @@ def stable_attention(
             and needs ``allow_broken=True``.
             Experiments may also name a half of "compensated": "low_order_o" (the low-order part,
             O divided by the float32 sum) or "consistent_sum" (the rounded sum, no low-order part).
-        residual: storage of O's low-order part: "bf16", "int8", or "fp32" (delta from the float32
-            O itself; for experiments).
+        residual: storage of O_lo, O's low-order part: "bf16", "int8", or "fp32" (delta from the
+            float32 O itself; for experiments).
         beta, eps: parameters of "dynamic_max" (arXiv 2510.04212, Algorithm 1): factor of a
             repeated positive row maximum, and the distance in logits within which maxima repeat.
         deterministic: ask for bitwise reproducible gradients, which all kernels of our own give
@@ -99,8 +99,8 @@ def stable_attention(
             "compensated" a sum that training does without, and changes nothing else.
         return_max_logits: also return float32 [h], the largest scaled, softcapped, masked logit of
             each head over batch and positions (-inf if it saw none); not differentiable.
-        return_residual: also return O's low-order part (its storage, in O's layout; empty for
-            stabilizers that keep none); not differentiable.
+        return_residual: also return O_lo (its storage, in O's layout; empty for stabilizers that
+            keep none); not differentiable.
         attn_mask, bias, alibi_slopes: not served. They are here so that code written for another
             attention learns what to use instead.
 

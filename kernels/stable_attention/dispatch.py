@@ -31,7 +31,7 @@ PROJECTING = tuple(name for name, kind in KNOWN.items() if kind.projection)
 FEATURES = (
     "causal", "window", "softcap", "sinks", "dropout", "varlen", "gqa", "different v head dim",
     "compensated", "dynamic_max", "none", "paper_bf16", "low_order_o", "consistent_sum",
-    *PROJECTING,
+    *PROJECTING, "compensated_two_planes",
     "deterministic", "chunks", "packed chunks", "chunks with dropout", "dropout in a band",
     "softcap in a band", "projection with dropout", "causal, sq != sk",
     "o_lo in int8 or fp32",
@@ -82,7 +82,7 @@ _NOT_ON_HOPPER = frozenset(
         "different v head dim", "paper_bf16",
         # At d 128 it needs 16 bytes more of shared memory than there are.
         "projection with dropout",
-        *_OTHER_PROJECTIONS,
+        *_OTHER_PROJECTIONS, "compensated_two_planes",
         # Of packed chunks a band per sequence is missing, of dropout keys from any position on.
         "packed chunks", "chunks with dropout",
         # The first spills 2.3 kB at d 64 and was not timed; the second took 1.6 times as long.
@@ -92,8 +92,8 @@ _NOT_ON_HOPPER = frozenset(
 _NOT_FORWARD = frozenset({"dynamic_max", "o_lo in int8 or fp32", "dropout", "softcap"})
 # Of the head dims beside 64 and 128; nobody has tried them there.
 _NOT_BESIDE_64_AND_128 = _OTHER_PROJECTIONS | {
-    "softcap", "softcap in a band", "dropout", "dropout in a band", "projection with dropout",
-    "paper_bf16", "chunks", "packed chunks", "chunks with dropout",
+    "compensated_two_planes", "softcap", "softcap in a band", "dropout", "dropout in a band",
+    "projection with dropout", "paper_bf16", "chunks", "packed chunks", "chunks with dropout",
 }  # fmt: skip
 KERNEL_SETS = (
     KernelSet(

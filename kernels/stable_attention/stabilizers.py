@@ -24,24 +24,26 @@ class Stabilizer:
     rounded_normalizer: bool
     """O is divided by the sum of the rounded P that multiplied V, not by the float32 sum."""
     keeps_residual: bool
-    """The low-order part of O is saved, and delta is built from the high and the low part."""
+    """O_lo, the low-order part of O, is saved, and delta is built from O_hi + O_lo."""
     dynamic: bool = False
     """The row shift moves where a row's maximum repeats (the paper's dynamic maximum)."""
     projection: str = ""
     """The row sum of the rounded dS is taken out of dQ along the "key" with the row's largest P, or
     along the "mean" P K; and out of delta before dK. The backward's LSE then has two planes."""
+    two_planes: bool = False
+    """The backward's LSE has two planes without a projection, so that P is right at any logit."""
     paper: bool = False
     """S, the unnormalised O and l are rounded to BF16: the failing emulation, on purpose."""
 
     def saved_bytes(self, dv: int, residual: str = "bf16") -> int:
-        """Bytes per token and query head the backward needs: O, LSE and the residual."""
+        """Bytes per token and query head the backward needs: O, LSE and O_lo."""
         low = LOW_DTYPES[residual].itemsize * dv if self.keeps_residual else 0
         return 2 * dv + 4 * self.planes + low
 
     @property
     def planes(self) -> int:
         """Float32 numbers that LSE is kept in for the backward."""
-        return 2 if self.projection else 1
+        return 2 if self.projection or self.two_planes else 1
 
 
 STABILIZERS = {
@@ -66,8 +68,8 @@ STABILIZERS = {
 }
 
 # Halves of "compensated", for experiments that ask which of them carries the effect
-# (research/variants.py), and the projections in exchanged places. "consistent_sum" also accumulates
-# in segments, as "compensated" does.
+# (research/variants.py), the projections in exchanged places, and what large logits cost by
+# themselves. "consistent_sum" also accumulates in segments, as "compensated" does.
 ABLATIONS = {
     s.name: s
     for s in (
@@ -81,6 +83,12 @@ ABLATIONS = {
             rounded_normalizer=True,
             keeps_residual=True,
             projection="mean",
+        ),
+        Stabilizer(
+            name="compensated_two_planes",
+            rounded_normalizer=True,
+            keeps_residual=True,
+            two_planes=True,
         ),
     )
 }

@@ -9,7 +9,7 @@ import torch
 from attention_cases import DEVICE, Case
 from error_rule import check_case
 from regimes import make_regime
-from suite import backend_result
+from suite import backend_result, large_logits
 
 from stable_attention import AttentionArgumentError, stable_attention
 from stable_attention.chunks import chunk_forward, finish_chunks
@@ -94,6 +94,10 @@ def test_float32_residual_restores_the_float32_output() -> None:
     out, lse = chunk_forward(q, k, v, layout="bhsd", causal=True, stabilizer="compensated")
     high, low = finish_chunks(out, lse, dtype=q.dtype, layout="bhsd", residual="fp32")
     assert torch.equal(high.float() + low, out) and low.dtype == torch.float32
+
+
+def test_two_planes_of_lse_serve_large_logits_without_a_projection() -> None:
+    assert not large_logits("compensated_two_planes") and large_logits("compensated")
 
 
 def test_what_ablations_keep_and_that_they_are_not_offered_as_stabilizers() -> None:

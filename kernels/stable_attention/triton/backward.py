@@ -5,8 +5,7 @@ D' (see `preprocess`) are [B, H, sq] or [H, T], float32.
 
 Every gradient tile is owned by one program and summed in a fixed order, so repeats are bitwise
 equal, always. Grouped-query heads are summed in float32 inside the program that owns the key/value
-tile. The kernels of `hopper` add dQ of all key tiles in turns instead: five tile products, not
-seven.
+tile. `hopper` adds dQ of all key tiles in turns instead: five tile products, not seven.
 """
 
 from __future__ import annotations
@@ -61,6 +60,7 @@ from stable_attention.triton.parts import (
     part_offsets,
     part_sources,
     read_parts,
+    scale_parts,
     zero_parts,
 )
 from stable_attention.triton.results import new_gradients
@@ -349,15 +349,17 @@ def dq_kernel(
             source(key_ptr, of_k, (stride_kb, stride_ks, stride_kh), POINTERS),
             stride_ks, BN, BD, D,
         )  # fmt: skip
-    elif PROJECT:
+    elif PLANES:
         plane = heads.to(tl.int64) * tq
-        row_ok = rows < sq
-        rest = tl.load(lse_ptr + plane + row + rows, mask=row_ok, other=0.0)
-        dq = projection.finish(
-            dq, state, rest, delta_ptr + row, delta_lo_ptr + row, plane, rows, row_ok,
-            source(key_ptr, of_k, (stride_kb, stride_ks, stride_kh), POINTERS),
-            stride_ks, BN, BD, D, PROJECT, TARGET, SPLIT,
-        )  # fmt: skip
+        rest = tl.load(lse_ptr + plane + row + rows, mask=rows < sq, other=0.0)
+        if PROJECT:
+            dq = projection.finish(
+                dq, state, rest, delta_ptr + row, delta_lo_ptr + row, plane, rows, rows < sq,
+                source(key_ptr, of_k, (stride_kb, stride_ks, stride_kh), POINTERS),
+                stride_ks, BN, BD, D, PROJECT, TARGET, SPLIT,
+            )  # fmt: skip
+        else:
+            dq = scale_parts(dq, tl.exp2(-rest))
     OUT: tl.constexpr = POINTERS if ADD else TMA
     dq_ptr = part_sources(dq_ptr, dq_tail, of_q, (stride_dqb, stride_dqs, stride_dqh), BD, OUT)
     store_gradient(dq_ptr, dq, scale, m0, stride_dqs, sq, BM, BD, D, ADD, OUT)
@@ -466,8 +468,8 @@ def backward(
     """(dQ, dK, dV), with the shapes of q, k, v and in their layout, in q's dtype.
 
     Args:
-        lse, delta: float32 [b, h, sq] or [h, tq]; delta is D' = delta - dLSE. Of a projecting
-            stabilizer what `results` and `preprocess` say; its delta is corrected in place.
+        lse, delta: float32 [b, h, sq] or [h, tq]; delta is D' = delta - dLSE. Of two planes what
+            `results` and `preprocess` say; a projecting stabilizer's delta is corrected in place.
         accumulators: float32 (dQ, dK, dV) to add to and return instead of new tensors.
         gradients: what to write to and return, from `results.new_gradients`; None makes them.
         kept: of a projecting stabilizer under chunks: (row sums of dS so far and largest P, with
@@ -478,10 +480,10 @@ def backward(
     if problem.batch == 0:
         return dq, dk, dv
     two = problem.backward == "own_x2"
-    lo = torch.empty_like(lse if two else lse[0]) if problem.planes > 1 else None
-    tensors = (q, k, v, dout, lse, delta, lo)
+    project = KNOWN[problem.stabilizer].projection
+    tensors = (q, k, v, dout, lse, delta, projection.rest_of_delta(problem, lse))
     passes = ["dkdv"] * bool(k.numel() and problem.heads) + ["dq"] * bool(q.numel())
-    if KNOWN[problem.stabilizer].projection:
+    if project:
         passes.reverse()  # dQ corrects the delta that dK is made with
     for which in passes:
         tile = configs.lookup(which, problem, q.device)
@@ -491,7 +493,7 @@ def backward(
                 tile = replace(tile, **{half: max(getattr(tile, half) // 2, 16)})
             launch_dkdv(problem, tensors, dk, dv, extras=extras, tile=tile, add=add)
             continue
-        if KNOWN[problem.stabilizer].projection == "mean":
+        if project == "mean":
             # P K takes as many registers as dQ.
             tile = replace(tile, bm=max(tile.bm // 2, min(tile.bm, 64)))
         launch_dq(problem, tensors, dq, extras=extras, tile=tile, add=add, kept=kept)
