@@ -43,8 +43,8 @@ class AttentionConfig:
     the same delta. ``auto`` is the fastest of those measured on the GPU's architecture, else
     ``own``."""
     residual: Literal["default", "bf16", "int8"] = "default"
-    """Format in which ``compensated`` and ``compensated_projected`` keep the low-order part of O
-    for the backward."""
+    """Format in which ``compensated`` and ``compensated_projected`` keep O_lo, the low-order part
+    of O, for the backward."""
     dynamic_max_beta: float = 2.0
     """``dynamic_max``: factor applied to a repeated positive row maximum."""
     dynamic_max_eps: float = 1e-3

@@ -49,7 +49,7 @@ PROBED = (
 """Section of probes.json, run and step."""
 FROM_ZERO = (
     "baselines", "baselines_bf16_residual", "attribution", "projection",
-    "projection_bf16_residual",
+    "projection_bf16_residual", "llama_350m",
 )  # fmt: skip
 
 
@@ -98,7 +98,9 @@ def runs() -> str:
                 continue
             cut = "" if run["state"] in ("finished", "exploded") else " cut"
             cell = run["cell"].removesuffix("_from_0").replace("base", "none")
-            row = [cell, str(run["seed"]), "BF16" if "bf16" in protocol else "FP32"]
+            cell += ", 350M" * (protocol == "llama_350m")
+            bf16 = "bf16" in protocol or protocol == "llama_350m"
+            row = [cell, str(run["seed"]), "BF16" if bf16 else "FP32"]
             row += [f"{run['steps']:,}{cut}", step(run["first_large_gradient"])]
             row += [step(run["exploded_at"]), number(run["largest_grad_norm"])]
             rows.append([*row, f"{run['final_loss']:.4f}"])
