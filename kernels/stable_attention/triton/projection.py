@@ -118,7 +118,8 @@ def finish(
     PROJECT: tl.constexpr, TARGET: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """dq [BM, BD] without the excess; D' [BM] in memory is corrected by it, in two parts: where P
-    is 1, dK is no larger than what one would round away.
+    is 1, dK is no larger than what one would round away. That helps as both passes see the same
+    bits of dP, whatever their tiles (on a GPU tests/kernels/gpu/test_own_x2.py holds it).
 
     Args:
         rest: second plane of LSE: P is 2^-rest times what the tiles had.
