@@ -51,16 +51,21 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def has_tangent(*values: object) -> bool:
+    """Whether forward-mode AD came along with a tensor: below it a tangent is a silent zero."""
+    return forward_ad._current_level >= 0 and any(
+        isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
+        for x in values
+    )
+
+
 def check_memory(name: str, *values: object) -> None:
     """NotImplementedError where ``values`` are, or stand for, tensors that kernels cannot read, or
-    have a tangent, which would be a silent zero."""
-    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    have a tangent."""
     # What autograd batches, for several gradients at once, has none either.
-    refused = any(not torch._C._has_storage(x) for x in tensors)
-    if forward_ad._current_level >= 0:
-        refused = refused or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-    if refused or torch._C._are_functorch_transforms_active():
+    bare = any(isinstance(x, torch.Tensor) and not torch._C._has_storage(x) for x in values)
+    if bare or torch._C._are_functorch_transforms_active() or has_tangent(*values):
         raise NotImplementedError(f"{name} {_REFUSED}")
 
 
-__all__ = ["check_memory", "eager"]
+__all__ = ["check_memory", "eager", "has_tangent"]

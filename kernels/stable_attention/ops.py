@@ -28,6 +28,7 @@ import torch
 from torch.autograd import forward_ad
 
 from stable_attention import dispatch, flops, vendors
+from stable_attention.eager import has_tangent
 from stable_attention.layouts import readable
 from stable_attention.pieces import PLAIN, joined
 from stable_attention.problem import KEPT, Extras, Problem, options_of
@@ -398,21 +399,14 @@ def _refusal(what: str) -> str:
     )
 
 
-def _refuse_tangents(arguments: tuple[object, ...]) -> None:
-    """Raise where forward-mode AD came along: below it a tangent would be a silent zero."""
-    for x in arguments:
-        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise RuntimeError(_refusal("Jacobian-vector products (torch.func.jvp, dual numbers)"))
-
-
 def _with_rule(
     operator: Callable[..., object], rule: type[torch.autograd.Function]
 ) -> Callable[..., Any]:
     """What the Autograd key runs: ``rule`` where one of the arguments wants a gradient."""
 
     def call(*arguments):
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(arguments)
+        if has_tangent(*arguments):
+            raise RuntimeError(_refusal("Jacobian-vector products (torch.func.jvp, dual numbers)"))
         wanted = (isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
         if torch.is_grad_enabled() and any(wanted):
             if torch._C._are_functorch_transforms_active():

@@ -98,6 +98,9 @@ def test_float32_residual_restores_the_float32_output() -> None:
 
 def test_two_planes_of_lse_serve_large_logits_without_a_projection() -> None:
     assert not large_logits("compensated_two_planes") and large_logits("compensated")
+    q = torch.zeros(1, 4, 1, 16, dtype=torch.bfloat16, device=DEVICE)
+    with pytest.raises(AttentionArgumentError, match="nor has two planes, for chunks"):
+        chunk_forward(q, q, q, stabilizer="compensated_two_planes")
 
 
 def test_what_ablations_keep_and_that_they_are_not_offered_as_stabilizers() -> None:
