@@ -2,7 +2,7 @@
 """Errors and time of the projecting stabilizers on one GPU, beside SDPA and FP32 attention.
 
     PYTHONPATH=kernels python research/projection.py [errors] [logits] [times] [captures FILE ...]
-    PYTHONPATH=kernels python research/projection.py stock FILE ...
+    PYTHONPATH=kernels python research/projection.py stock|trained FILE ...
 
 Writes the parts of these names of docs/assets/projection.json. Errors are relative norms against
 float64. ``errors``: the regimes of tests/regimes.py, causal, d 64, from 512 to 32,768 keys.
@@ -10,7 +10,7 @@ float64. ``errors``: the regimes of tests/regimes.py, causal, d 64, from 512 to 
 of CUDA-event intervals, all numerics in turn, on the portable kernels and, on sm_90, on its own.
 ``captures``: every head of causal captures that runs left, by default those of
 tests/stability/captures. ``stock``: the worst head of each layer of a stock model's
-(research/stock.py).
+(research/stock.py); ``trained``: of a run's at a step named ahead.
 """
 
 from __future__ import annotations
@@ -271,9 +271,9 @@ def captures(files: list[Path]) -> Iterator[dict[str, Any]]:
                 yield same | {"backend": name} | told
 
 
-def stock(files: list[Path]) -> Iterator[dict[str, Any]]:
+def layers(files: list[Path]) -> Iterator[dict[str, Any]]:
     if not files:
-        raise SystemExit("stock: name the captures that research/stock.py wrote")
+        raise SystemExit("name the captures: one a layer, of research/stock.py or of a run")
     for path in files:
         yield from worst_heads([*captures([path])])
 
@@ -314,7 +314,7 @@ def times() -> Iterator[dict[str, Any]]:
             for name, call in calls.items()
         }
         found: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(8):  # the first round compiles
+        for _ in range(6):  # the first round compiles
             for name, run in runs.items():
                 found[name].append(milliseconds(run))
         for name, ms in found.items():
@@ -326,10 +326,11 @@ def main() -> None:
     parts = {"errors": errors, "logits": logits, "times": times}
     given = sys.argv[1:]
     files = [Path(x) for x in given if x.endswith(".pt")]
-    parts |= {"captures": lambda: captures(files), "stock": lambda: stock(files)}
-    for part in [x for x in given if not x.endswith(".pt")] or [x for x in parts if x != "stock"]:
+    parts |= {"captures": lambda: captures(files)}
+    named = {"stock": lambda: layers(files), "trained": lambda: layers(files)}
+    for part in [x for x in given if not x.endswith(".pt")] or list(parts):
         rows = []
-        for row in parts[part]():
+        for row in (parts | named)[part]():
             rows.append(row)
             print(row, flush=True)
             write_result("projection", {"rows": rows}, part=part)
