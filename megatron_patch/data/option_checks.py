@@ -14,6 +14,8 @@ from megatron_patch.data.sources import Source
 
 MAX_WORKERS = 4096
 """Processes: more than any machine has cores, and fewer than a semaphore counts."""
+MAX_BATCH_BYTES = 1 << 30
+"""Two batches a worker are in memory, and a part has the tokens of a document as an int32."""
 _FLAGS = {
     "tokenizer.path": "--tokenizer-path",
     "tokenizer.vocab_size": "--vocab-size",
@@ -92,8 +94,8 @@ def _input_problems(options: PrepareOptions) -> Iterator[str]:
 def _value_problems(options: PrepareOptions) -> Iterator[str]:
     if not 1 <= options.workers <= MAX_WORKERS:
         yield f"--workers {options.workers}: use 1 to {MAX_WORKERS:,}, at most one a core"
-    if options.batch_bytes < 4:
-        yield f"--batch-bytes {options.batch_bytes}: use 4 or more (default 8 MiB)"
+    if not 4 <= options.batch_bytes <= MAX_BATCH_BYTES:
+        yield f"--batch-bytes {options.batch_bytes}: use 4 to {MAX_BATCH_BYTES:,} (default 8 MiB)"
     separator = options.document_separator
     if separator == "":
         yield "--document-separator is empty; leave it out for one document a file"

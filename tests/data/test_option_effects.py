@@ -288,3 +288,11 @@ def test_more_workers_than_any_machine_has_cores_are_refused(tmp_path, workers):
     (tmp_path / "a").write_text("text")
     with pytest.raises(DataError, match=f"--workers {workers}: use 1 to 4,096"):
         make(tmp_path / "out", tmp_path / "a", workers=workers)
+
+
+@pytest.mark.parametrize("size", [2**30 + 1, 10**18, 10**20])
+def test_batches_that_no_worker_could_hold_are_refused(tmp_path, size):
+    """Token files were read by so many bytes at a time: MemoryError, or OverflowError."""
+    np.tile(np.arange(257, dtype="<u2"), 2).tofile(tmp_path / "a")
+    with pytest.raises(DataError, match=f"--batch-bytes {size}: use 4 to 1,073,741,824"):
+        make(tmp_path / "out", tmp_path / "a", format="uint16", batch_bytes=size)
