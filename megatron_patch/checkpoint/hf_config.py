@@ -233,6 +233,9 @@ def _windows(fields: _Fields, family: str, layers: int) -> dict[str, Any]:
         pattern = [1] * layers
     if width is None or not any(pattern):
         return {}
+    if width < 1:
+        # transformers masks every key, or fails; less than 0 to the left is unlimited to our model.
+        fields.problems.append(f"sliding_window: {width}, at least 1 is needed, or null for none")
     return {"window": [width - 1, 0], "window_skip_freq": None if all(pattern) else pattern}
 
 

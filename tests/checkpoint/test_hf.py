@@ -156,6 +156,10 @@ REFUSED = [
     (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config: "),
     (LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "0.5, only"),
     (MOE | {"norm_topk_prob": False}, "norm_topk_prob: False, only True"),
+    (LLAMA | {"model_type": "mistral", "sliding_window": 0}, "sliding_window: 0, at least 1"),
+    (LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": -1}, "window: -1"),
+    (LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1,
+              "sliding_window": 0}, "sliding_window: 0, at least 1 is needed, or null for none"),
     (GPT2 | {"model_type": "gpt2", "scale_attn_weights": False}, "scale_attn_weights: False"),
     (GPT2 | {"model_type": "gpt2", "activation_function": "tanh"}, "activation_function: 'tanh'"),
 ]  # fmt: skip
@@ -167,6 +171,14 @@ def test_what_would_be_computed_otherwise_is_refused(values, named):
     with pytest.raises(RequestError) as caught:
         hf_config.read(values, seq_length=None)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "off", [{}, {"use_sliding_window": False}, {"use_sliding_window": True, "max_window_layers": 2}]
+)
+def test_a_window_of_no_token_where_no_layer_has_one_is_none(off):
+    values = LLAMA | {"model_type": "qwen2", "sliding_window": 0} | off
+    assert hf_config.read(values, seq_length=None)[0].window is None
 
 
 def test_fields_that_nothing_reads_are_named_and_old_notation_is_read():
