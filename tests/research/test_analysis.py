@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron_cpu import single_rank
 
 from megatron_patch.stability import record
+from megatron_patch.stability.capture import CaptureFile
 from megatron_patch.stability.names import HEAD_METRICS
 from megatron_patch.stability.warning import Rule
 from megatron_patch.stability.writer import Writer
@@ -213,3 +215,58 @@ def test_monitors_are_compared_by_thresholds_of_other_runs(scripts, monkeypatch)
     assert "|score|2|1 of 2|300 / 300 / 300|1 of 1|0.50 %|" in side.markdown(
         {"detectors": found, "cost": {"rule": 0.005}}
     )
+
+
+class OneStep:
+    """The events of a `Trainer`'s only step (which itself needs accelerate)."""
+
+    def __init__(self, *, model: Any, args: Any, train_dataset: Any, callbacks: Any) -> None:
+        assert args["learning_rate"] == 0.0 and args["max_steps"] == 1
+        self.model, self.callbacks, (self.row,) = model.train(), callbacks, train_dataset
+
+    def train(self) -> None:
+        from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        rates = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        events = CallbackHandler(self.callbacks, self.model, None, optimizer, rates)
+        state, control = TrainerState(), TrainerControl()
+        for event in ("train_begin", "step_begin"):
+            getattr(events, f"on_{event}")(None, state, control)
+        row = {name: torch.tensor([ids]) for name, ids in self.row.items()}
+        self.model(**row, use_cache=False).loss.backward()
+        events.on_pre_optimizer_step(None, state, control)
+        state.global_step = 1
+        for event in ("step_end", "train_end"):
+            getattr(events, f"on_{event}")(None, state, control)
+
+
+def test_every_layer_of_a_stock_model_is_captured(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"one": 0, "two": 1}, unk_token="one"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    model = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(model).save_pretrained(tmp_path / "tiny")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "tiny")
+    (tmp_path / "text").write_text("one two " * 20)
+    import stock
+
+    monkeypatch.setattr(stock, "Trainer", OneStep)
+    monkeypatch.setattr(stock, "TrainingArguments", lambda out, **named: named)
+    given = ["stock.py", str(tmp_path / "tiny"), str(tmp_path / "text"), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*given, "--tokens", "41"])
+    assert stock.main() == 2 and "40 tokens, 41 wanted" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*given, "--tokens", "32"])
+    with single_rank():
+        assert stock.main() == 0
+    found = [CaptureFile.load(path) for path in sorted((tmp_path / "captures").glob("*.pt"))]
+    assert [x.layer for x in found] == [0, 1, 2]
+    for one in found:
+        assert one.run_name == "tiny" and one.causal and one.q.dtype == torch.bfloat16
+        assert one.q.shape == (32, 1, 4, 8) and one.k.shape == (32, 1, 2, 8)
+        assert one.dout.abs().sum() > 0
