@@ -233,8 +233,8 @@ def _validated(
         ratio = scale / options.softcap
         allowed, remedy = "2**-126..2**127", "Choose a softcap of the size of the logits."
         require(SMALLEST <= ratio <= LARGEST, "scale / softcap", ratio, allowed, remedy)
-    if KNOWN[options.stabilizer].planes > 1:
-        _check_planes(options, places)
+    if KNOWN[options.stabilizer].projection:
+        _check_projection(options, places)
     left, right = _bounds_that_hide(
         options.window_left, options.window_right, sq=sq, sk=sk, buffers=(lq, lk), places=places
     )
@@ -251,13 +251,12 @@ def _validated(
     return build(options, dtype, q, k, v, sequences, sq, sk, has_sinks, **found)
 
 
-def _check_planes(options: Options, places: object) -> None:
-    """`AttentionArgumentError` for what leaves rows of dS that need not sum to zero, and for chunks
-    whose LSE, the public one, would have one plane where two are asked for."""
+def _check_projection(options: Options, places: object) -> None:
+    """`AttentionArgumentError` for what leaves rows of dS that need not sum to zero."""
     plain = "compensated" if KNOWN[options.stabilizer].keeps_residual else "none"
     with_ = f"with stabilizer={options.stabilizer!r}"
     require(
-        options.softcap == 0 or not KNOWN[options.stabilizer].projection,
+        options.softcap == 0,
         "softcap",
         options.softcap,
         f"0 {with_}: the derivative of tanh comes after the sum that is known",
@@ -268,7 +267,7 @@ def _check_planes(options: Options, places: object) -> None:
         places is None or options.stabilizer == "compensated_projected",
         "stabilizer",
         repr(options.stabilizer),
-        "'compensated_projected' or one that neither projects nor has two planes, for chunks",
+        "'compensated_projected' or one that does not project, for chunks",
         "A row's sum is known after its last chunk. Use stabilizer='compensated_projected'.",
     )
 

@@ -27,12 +27,11 @@ from stable_attention.triton.preprocess import preprocess
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TWO_PLANES = tuple(name for name, kind in KNOWN.items() if kind.planes > 1)
-"""Stabilizers whose backward has an LSE in two planes: those that project, and an ablation."""
+PROJECTING = tuple(name for name, kind in KNOWN.items() if kind.projection)
 FEATURES = (
     "causal", "window", "softcap", "sinks", "dropout", "varlen", "gqa", "different v head dim",
     "compensated", "dynamic_max", "none", "paper_bf16", "low_order_o", "consistent_sum",
-    *TWO_PLANES,
+    *PROJECTING,
     "deterministic", "chunks", "packed chunks", "chunks with dropout", "dropout in a band",
     "softcap in a band", "projection with dropout", "causal, sq != sk",
     "o_lo in int8 or fp32",
@@ -76,14 +75,14 @@ class KernelSet:
 
 # Triton 3.9 has removed calls of Gluon that the kernels of sm_90 make; 3.8 was not tried.
 GLUON = frozenset({"sm90"} if triton.__version__.startswith(("3.6.", "3.7.")) else ())
-# P K is added up nowhere on sm_90, and two planes of LSE come with the largest key alone.
-_OTHER_PLANES = frozenset(TWO_PLANES) - {"compensated_projected"}
+# P K is added up nowhere on sm_90.
+_OTHER_PROJECTIONS = frozenset(PROJECTING) - {"compensated_projected"}
 _NOT_ON_HOPPER = frozenset(
     {
         "different v head dim", "paper_bf16",
         # At d 128 it needs 16 bytes more of shared memory than there are.
         "projection with dropout",
-        *_OTHER_PLANES,
+        *_OTHER_PROJECTIONS,
         # Of packed chunks a band per sequence is missing, of dropout keys from any position on.
         "packed chunks", "chunks with dropout",
         # The first spills 2.3 kB at d 64 and was not timed; the second took 1.6 times as long.
@@ -92,7 +91,7 @@ _NOT_ON_HOPPER = frozenset(
 )  # fmt: skip
 _NOT_FORWARD = frozenset({"dynamic_max", "o_lo in int8 or fp32", "dropout", "softcap"})
 # Of the head dims beside 64 and 128; nobody has tried them there.
-_NOT_BESIDE_64_AND_128 = _OTHER_PLANES | {
+_NOT_BESIDE_64_AND_128 = _OTHER_PROJECTIONS | {
     "softcap", "softcap in a band", "dropout", "dropout in a band", "projection with dropout",
     "paper_bf16", "chunks", "packed chunks", "chunks with dropout",
 }  # fmt: skip

@@ -30,8 +30,6 @@ class Stabilizer:
     projection: str = ""
     """The row sum of the rounded dS is taken out of dQ along the "key" with the row's largest P, or
     along the "mean" P K; and out of delta before dK. The backward's LSE then has two planes."""
-    two_planes: bool = False
-    """The backward's LSE has two planes without a projection, so that P is right at any logit."""
     paper: bool = False
     """S, the unnormalised O and l are rounded to BF16: the failing emulation, on purpose."""
 
@@ -43,7 +41,7 @@ class Stabilizer:
     @property
     def planes(self) -> int:
         """Float32 numbers that LSE is kept in for the backward."""
-        return 2 if self.projection or self.two_planes else 1
+        return 2 if self.projection else 1
 
 
 STABILIZERS = {
@@ -68,8 +66,8 @@ STABILIZERS = {
 }
 
 # Halves of "compensated", for experiments that ask which of them carries the effect
-# (research/variants.py), the projections in exchanged places, and what large logits cost by
-# themselves. "consistent_sum" also accumulates in segments, as "compensated" does.
+# (research/variants.py), and the projections in exchanged places. "consistent_sum" also accumulates
+# in segments, as "compensated" does.
 ABLATIONS = {
     s.name: s
     for s in (
@@ -83,12 +81,6 @@ ABLATIONS = {
             rounded_normalizer=True,
             keeps_residual=True,
             projection="mean",
-        ),
-        Stabilizer(
-            name="compensated_two_planes",
-            rounded_normalizer=True,
-            keeps_residual=True,
-            two_planes=True,
         ),
     )
 }

@@ -9,7 +9,7 @@ import torch
 from attention_cases import DEVICE, Case
 from error_rule import check_case
 from regimes import make_regime
-from suite import backend_result, large_logits
+from suite import backend_result
 
 from stable_attention import AttentionArgumentError, stable_attention
 from stable_attention.chunks import chunk_forward, finish_chunks
@@ -94,13 +94,6 @@ def test_float32_residual_restores_the_float32_output() -> None:
     out, lse = chunk_forward(q, k, v, layout="bhsd", causal=True, stabilizer="compensated")
     high, low = finish_chunks(out, lse, dtype=q.dtype, layout="bhsd", residual="fp32")
     assert torch.equal(high.float() + low, out) and low.dtype == torch.float32
-
-
-def test_two_planes_of_lse_serve_large_logits_without_a_projection() -> None:
-    assert not large_logits("compensated_two_planes") and large_logits("compensated")
-    q = torch.zeros(1, 4, 1, 16, dtype=torch.bfloat16, device=DEVICE)
-    with pytest.raises(AttentionArgumentError, match="nor has two planes, for chunks"):
-        chunk_forward(q, q, q, stabilizer="compensated_two_planes")
 
 
 def test_what_ablations_keep_and_that_they_are_not_offered_as_stabilizers() -> None:

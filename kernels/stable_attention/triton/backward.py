@@ -60,7 +60,6 @@ from stable_attention.triton.parts import (
     part_offsets,
     part_sources,
     read_parts,
-    scale_parts,
     zero_parts,
 )
 from stable_attention.triton.results import new_gradients
@@ -349,17 +348,15 @@ def dq_kernel(
             source(key_ptr, of_k, (stride_kb, stride_ks, stride_kh), POINTERS),
             stride_ks, BN, BD, D,
         )  # fmt: skip
-    elif PLANES:
+    elif PROJECT:
         plane = heads.to(tl.int64) * tq
-        rest = tl.load(lse_ptr + plane + row + rows, mask=rows < sq, other=0.0)
-        if PROJECT:
-            dq = projection.finish(
-                dq, state, rest, delta_ptr + row, delta_lo_ptr + row, plane, rows, rows < sq,
-                source(key_ptr, of_k, (stride_kb, stride_ks, stride_kh), POINTERS),
-                stride_ks, BN, BD, D, PROJECT, TARGET, SPLIT,
-            )  # fmt: skip
-        else:
-            dq = scale_parts(dq, tl.exp2(-rest))
+        row_ok = rows < sq
+        rest = tl.load(lse_ptr + plane + row + rows, mask=row_ok, other=0.0)
+        dq = projection.finish(
+            dq, state, rest, delta_ptr + row, delta_lo_ptr + row, plane, rows, row_ok,
+            source(key_ptr, of_k, (stride_kb, stride_ks, stride_kh), POINTERS),
+            stride_ks, BN, BD, D, PROJECT, TARGET, SPLIT,
+        )  # fmt: skip
     OUT: tl.constexpr = POINTERS if ADD else TMA
     dq_ptr = part_sources(dq_ptr, dq_tail, of_q, (stride_dqb, stride_dqs, stride_dqh), BD, OUT)
     store_gradient(dq_ptr, dq, scale, m0, stride_dqs, sq, BM, BD, D, ADD, OUT)
@@ -468,8 +465,8 @@ def backward(
     """(dQ, dK, dV), with the shapes of q, k, v and in their layout, in q's dtype.
 
     Args:
-        lse, delta: float32 [b, h, sq] or [h, tq]; delta is D' = delta - dLSE. Of two planes what
-            `results` and `preprocess` say; a projecting stabilizer's delta is corrected in place.
+        lse, delta: float32 [b, h, sq] or [h, tq]; delta is D' = delta - dLSE. Of a projecting
+            stabilizer what `results` and `preprocess` say; its delta is corrected in place.
         accumulators: float32 (dQ, dK, dV) to add to and return instead of new tensors.
         gradients: what to write to and return, from `results.new_gradients`; None makes them.
         kept: of a projecting stabilizer under chunks: (row sums of dS so far and largest P, with
@@ -481,7 +478,8 @@ def backward(
         return dq, dk, dv
     two = problem.backward == "own_x2"
     project = KNOWN[problem.stabilizer].projection
-    tensors = (q, k, v, dout, lse, delta, projection.rest_of_delta(problem, lse))
+    lo = torch.empty_like(lse if two else lse[0]) if project else None
+    tensors = (q, k, v, dout, lse, delta, lo)
     passes = ["dkdv"] * bool(k.numel() and problem.heads) + ["dq"] * bool(q.numel())
     if project:
         passes.reverse()  # dQ corrects the delta that dK is made with

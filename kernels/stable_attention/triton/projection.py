@@ -10,13 +10,10 @@ Shape legend: BM query rows, BN key columns of a tile, BD padded head dim; the s
 equal columns.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from stable_attention.numerics import follow_largest, largest_key, largest_start
-from stable_attention.problem import Problem
-from stable_attention.stabilizers import KNOWN
 from stable_attention.triton.parts import (
     add_dot_parts,
     add_rest,
@@ -167,14 +164,3 @@ def finish(
         return (dq[0] - carrier[0],)
     else:
         return dq[0] - carrier[0], dq[1] - carrier[1]
-
-
-def rest_of_delta(problem: Problem, lse: torch.Tensor) -> torch.Tensor | None:
-    """What `finish` leaves beside the corrected D', for the pass that makes dK; 0 if nothing does.
-
-    None with an LSE of one plane, whose kernels do not read it.
-    """
-    if problem.planes == 1:
-        return None
-    new = torch.empty_like if KNOWN[problem.stabilizer].projection else torch.zeros_like
-    return new(lse if problem.backward == "own_x2" else lse[0])
