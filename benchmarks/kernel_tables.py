@@ -71,6 +71,8 @@ PROJECTED = (
 SHOWN_CAPTURES = (("sdpa_flash-s2", 6152),)
 """Run and step of the captures whose dQ the manual shows."""
 EXACT, STORED, GPROJ = "FP32 attention", "float64, rounded once", "GProj as published, emulated"
+LAYERS_OF = {"compensated_4x-s1": "Llama-like 350M"}
+"""Model of a run whose every layer was captured."""
 VENDORS = ("SDPA-cuDNN", "SDPA-flash", "FA4")
 COMPARED = (*PROJECTED[:-1], "vendors", GPROJ)
 GRADIENTS = {"dq": "dQ", "dk": "dK", "dv": "dV"}
@@ -130,13 +132,14 @@ def projection_errors(parts: Parts) -> Table:
 
 def projection_logits(parts: Parts) -> Table:
     """Largest error of the three gradients by size of the logits, BF16."""
+    names = (*COMPARED, EXACT)
     body = [
         [f"{size:.0e}"]
-        + [f"{max(r[x] for r in _vendors(cell)[name] for x in GRADIENTS):.4f}" for name in COMPARED]
+        + [f"{max(r[x] for r in _vendors(cell)[name] for x in GRADIENTS):.4f}" for name in names]
         for (size, dtype), cell in _cells(parts, "logits", "dtype").items()
         if dtype == "torch.bfloat16" and size == 1e6
     ]
-    return ["logits", *_compared(*COMPARED)], body, []
+    return ["logits", *_compared(*names)], body, []
 
 
 def projection_captures(parts: Parts) -> Table:
@@ -156,17 +159,17 @@ def projection_captures(parts: Parts) -> Table:
     return ["worst head: run, step", *_compared(*names)], body, [f"{kept}."]
 
 
-def projection_stock(parts: Parts) -> Table:
-    """Errors of the worst head of a stock model's layers."""
-    ((_, cells),) = _cells(parts, "run").items()
+def projection_layers(parts: Parts) -> Table:
+    """Error of dQ of the worst head of whole models."""
     names = ("SDPA-cuDNN", DEFAULT, "compensated_projected", EXACT)
-    body = [
-        [label, *(f"{max(row[key] for row in cells[x]):.4f}" for x in names)]
-        for key, label in (("dq", "dQ"), ("dk", "dK"))
-    ]
-    model = cells[EXACT][0]["run"].split()[0]
-    count = sum(row["heads"] for row in cells[EXACT])
-    return [f"{model}, worst of {count} heads", *names], body, []
+    body = []
+    for part, result in sorted(parts.items(), reverse=True):
+        ((_, cells),) = _cells({part: result}, "run").items()
+        run, step = cells[EXACT][0]["run"].split()[0], cells[EXACT][0]["step"]
+        model = f"{LAYERS_OF[run]}, step {step:,}" if run in LAYERS_OF else run
+        label = f"{model}, {sum(row['heads'] for row in cells[EXACT])} heads"
+        body.append([label, *(f"{max(row['dq'] for row in cells[x]):.4f}" for x in names)])
+    return ["worst head", *names], body, []
 
 
 def projection_time(parts: Parts) -> Table:

@@ -32,7 +32,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Parts], Table]]] = {
     "projection-errors": ("projection", "errors", kernel_tables.projection_errors),
     "projection-logits": ("projection", "logits", kernel_tables.projection_logits),
     "projection-captures": ("projection", "captures", kernel_tables.projection_captures),
-    "projection-stock": ("projection", "stock", kernel_tables.projection_stock),
+    "projection-layers": ("projection", "worst_heads", kernel_tables.projection_layers),
     "projection-time": ("projection", "times", kernel_tables.projection_time),
     "int8-errors": ("int8", "errors", kernel_tables.int8_errors),
     "borrowed": ("borrowed", "", kernel_tables.borrowed),

@@ -37,6 +37,7 @@ OF = {
     "continued": CONTINUED,
     "late rescue": LATE,
     "of int8": "int8",
+    "350M": "llama_350m",
 }
 """Protocol of runs whose names say that they are set apart (`shared.run_name`)."""
 PROBED = (
@@ -119,7 +120,8 @@ def losses() -> str:
     pairs += [(run, f"compensated-{run[-2:]}") for run in own]
     pairs += [(f"compensated-s{n}, BF16 stream, to 8,000", f"compensated-s{n}") for n in (1, 2)]
     to_8000 = [f"-s{n}, BF16 stream, to 8,000" for n in (1, 2)]
-    pairs += [(f"compensated_projected{of}", f"compensated{of}") for of in to_8000]
+    pairs += [(f"compensated_projected{of}", f"compensated{of}") for of in ("-s1", *to_8000)]
+    pairs += [("compensated_4x-s1, 350M", "none_4x-s1, 350M")]
     controls = {"bf16": "bf16-s1", "no_qk_norm": "bf16_no_qk_norm-s1"}
     for run in rows_of("int8"):
         other = controls.get(run["cell"], f"bf16-s{run['seed']}") + ", of int8"
@@ -326,8 +328,10 @@ def fill(text: str, names: Iterable[str] = TABLES) -> str:
 
 def add(folder: Path, protocol: str) -> None:
     """Put a protocol's published runs in the place of those that are here."""
-    found = json.loads((folder / "verdicts.json").read_text())
-    kept = {x["run"]: x for x in shared.read("runs").get(protocol, {"runs": []})["runs"]}
+    here = shared.read("runs").get(protocol, {"runs": []})
+    # Runs of before had their machine and data beside them, not in them.
+    found = here | json.loads((folder / "verdicts.json").read_text())
+    kept = {x["run"]: x for x in here["runs"]}
     found["runs"] = [run if run["steps"] else kept.get(run["run"], run) for run in found["runs"]]
     found["runs"] += [run for run in kept.values() if run["state"] == "repeated"]
     shared.write("runs", {protocol: found}, RESULTS)
