@@ -41,6 +41,15 @@ _NOTHING = """
 """
 SAYS_NOTHING = frozenset(_NOTHING.split())
 """Fields that change nothing in the function from tokens to logits, dropout being off."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
+    "mixtral": {"rope_theta": 1e6, "num_key_value_heads": 8},
+    "qwen2": {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32},
+    "qwen3": {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32,
+              "head_dim": 128},
+    "qwen3_moe": {"sliding_window": 4096, "num_key_value_heads": 4},
+}  # fmt: skip
+"""What classes of transformers take where a file says nothing, unlike ours."""
 _MISSING: Any = object()
 
 
@@ -85,8 +94,8 @@ def read(values: dict[str, Any], *, seq_length: int | None) -> tuple[ModelConfig
 
     Raises RequestError: naming every field that is missing or has a value we do not compute.
     """
-    fields = _Fields(values)
     family = str(values.get("model_type"))
+    fields = _Fields(DEFAULTS.get(family, {}) | values)
     if family not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise RequestError(f"config.json: model_type: {family!r:.60} is not one of {known}")
@@ -215,22 +224,25 @@ def _scaling(fields: _Fields, kind: Any, rope: dict[str, Any]) -> RopeScalingCon
 
 
 def _windows(fields: _Fields, family: str, layers: int) -> dict[str, Any]:
-    """``sliding_window`` w lets a token see w tokens, itself among them."""
+    """``sliding_window`` w lets a token see w tokens, itself among them.
+
+    What the family's class in transformers does not read is not read here either.
+    """
+    if family == "llama":
+        return {}
     width = fields.get("sliding_window", None)
     used = fields.get("use_sliding_window", False, kind=bool)
     first = fields.get("max_window_layers", layers)
-    kinds = fields.get("layer_types", None, kind=list)
     if family.startswith("qwen") and not used:
         width = None
-    if kinds is not None:
-        pattern = [int(kind == "sliding_attention") for kind in kinds]
-        if set(kinds) - {"sliding_attention", "full_attention"} or len(kinds) != layers:
-            fields.problems.append(f"layer_types: {kinds!r:.80}: full_attention or "
-                                   f"sliding_attention for each of {layers} layers")  # fmt: skip
-    elif family in ("qwen2", "qwen3"):
+    pattern = [1] * layers
+    if family in ("qwen2", "qwen3"):
         pattern = [int(index >= first) for index in range(layers)]
-    else:
-        pattern = [1] * layers
+        if (kinds := fields.get("layer_types", None, kind=list)) is not None:
+            pattern = [int(kind == "sliding_attention") for kind in kinds]
+            if set(kinds) - {"sliding_attention", "full_attention"} or len(kinds) != layers:
+                fields.problems.append(f"layer_types: {kinds!r:.80}: full_attention or "
+                                       f"sliding_attention for each of {layers}")  # fmt: skip
     if width is None or not any(pattern):
         return {}
     if width < 1:

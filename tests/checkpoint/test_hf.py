@@ -181,6 +181,31 @@ def test_a_window_of_no_token_where_no_layer_has_one_is_none(off):
     assert hf_config.read(values, seq_length=None)[0].window is None
 
 
+def test_a_file_that_says_nothing_means_what_transformers_takes():
+    for family, values in hf_config.DEFAULTS.items():
+        theirs = getattr(
+            transformers, hf_config.ARCHITECTURES[family].replace("ForCausalLM", "Config")
+        )
+        found = theirs(use_sliding_window=True).to_dict()
+        found["rope_theta"] = found["rope_parameters"]["rope_theta"]
+        assert {name: found[name] for name in values} == values
+
+    def ours(family: str, **values: Any) -> tuple[Any, ...]:
+        shape = SHAPE | {"rms_norm_eps": 1e-6, "model_type": family, "num_local_experts": 4}
+        model, _, unread = hf_config.read(shape | values, seq_length=None)
+        return model.window, model.window_skip_freq, model.rotary_base, unread
+
+    assert ours("mistral")[0] == [4095, 0] and ours("mistral", sliding_window=None)[0] is None
+    assert ours("mixtral")[:3] == (None, None, 1e6)
+    # Llama's class has no window, and Mistral's one for all layers.
+    kinds = ["full_attention", "sliding_attention"]
+    assert ours("llama", sliding_window=8)[::3] == (None, ["num_local_experts", "sliding_window"])
+    found = ours("mistral", sliding_window=8, layer_types=kinds)
+    assert found[:2] == ([7, 0], None) and "layer_types" in found[3]
+    found = ours("qwen2", sliding_window=8, use_sliding_window=True, layer_types=kinds)
+    assert found[:2] == ([7, 0], [0, 1])
+
+
 def test_fields_that_nothing_reads_are_named_and_old_notation_is_read():
     values = LLAMA | {"rope_theta": 5e5, "rope_scaling": YARN | {"type": "yarn"}, "novel": 1}
     values["rope_scaling"].pop("rope_theta")
