@@ -135,12 +135,12 @@ def check_seal(body: bytes, given: bytes, key: bytes | None) -> None:
     plain = seal(body, None).rstrip(b"\n")
     if lines[0] != plain or len(lines) not in (2, 3) or lines[-1] != b"":
         raise BadCheckpoint("seal", "manifest does not match its seal (manifest.seal)")
-    signature = lines[1] if len(lines) == 3 else b""
-    if signature and not re.fullmatch(rb"hmac-sha256 [0-9a-f]{64}", signature):
+    signature = lines[1] if len(lines) == 3 else None
+    if signature is not None and not re.fullmatch(rb"hmac-sha256 [0-9a-f]{64}", signature):
         raise BadCheckpoint("seal", "the signature in manifest.seal is malformed")
     if key is None:
         return
-    if not signature:
+    if signature is None:
         text = "manifest is not signed, and a key is configured"
         raise BadCheckpoint("unsigned", text, damaged=False)
     expected = seal(body, key).split(b"\n")[1]

@@ -162,6 +162,15 @@ def test_an_attempt_that_lacks_only_its_name_is_put_aside_whole(tmp_path, torn):
     assert found == (before if torn is None else ["reason.txt"])
 
 
+@pytest.mark.parametrize("more", [b"\n", b"\0", b"hmac-sha256 \n"])
+def test_a_seal_with_anything_behind_it_is_refused(tmp_path, more):
+    store = CheckpointStore(tmp_path)
+    path = save(store, 1)
+    (path / SEAL).write_bytes((path / SEAL).read_bytes() + more)
+    with pytest.raises(BadCheckpoint, match=r"manifest\.seal"):
+        store.check(path)
+
+
 def test_bad_ones_are_named_moved_aside_and_passed_over(tmp_path, caplog):
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):

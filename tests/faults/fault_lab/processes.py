@@ -172,7 +172,9 @@ def sleep() -> None:
 def hold_the_gil() -> None:
     """Native code that never gives Python's lock back: no handler, no thread runs any more."""
     hooks.injected("native code holds the GIL")
-    ctypes.PyDLL(None).sleep(600)
+    mutex = ctypes.create_string_buffer(64)  # of zeros: free
+    for _ in range(2):  # a signal ends a sleep, and a fast run with it; a mutex waits on
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
 def busy() -> None:
