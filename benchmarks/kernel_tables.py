@@ -163,7 +163,7 @@ def projection_layers(parts: Parts) -> Table:
     """Error of dQ of the worst head of whole models."""
     names = ("SDPA-cuDNN", DEFAULT, "compensated_projected", EXACT)
     body = []
-    for part, result in sorted(parts.items(), reverse=True):
+    for part, result in parts.items():
         ((_, cells),) = _cells({part: result}, "run").items()
         run, step = cells[EXACT][0]["run"].split()[0], cells[EXACT][0]["step"]
         model = f"{LAYERS_OF[run]}, step {step:,}" if run in LAYERS_OF else run

@@ -15,7 +15,7 @@ from megatron_patch.data.sources import Source
 MAX_WORKERS = 4096
 """Processes: more than any machine has cores, and fewer than a semaphore counts."""
 MAX_BATCH_BYTES = 1 << 30
-"""Two batches a worker are in memory, and a part has the tokens of a document as an int32."""
+"""Two batches a worker are in memory, and a part has a document's length in tokens as an int32."""
 _FLAGS = {
     "tokenizer.path": "--tokenizer-path",
     "tokenizer.vocab_size": "--vocab-size",

@@ -328,7 +328,7 @@ def fill(text: str, names: Iterable[str] = TABLES) -> str:
 
 def add(folder: Path, protocol: str) -> None:
     """Put a protocol's published runs in the place of those that are here."""
-    here = shared.read("runs").get(protocol, {"runs": []})
+    here = shared.read("runs", RESULTS).get(protocol, {"runs": []})
     # Runs of before had their machine and data beside them, not in them.
     found = here | json.loads((folder / "verdicts.json").read_text())
     kept = {x["run"]: x for x in here["runs"]}

@@ -37,7 +37,9 @@ def works():
     def deep(n): return n and [deep(n - 1) for _ in range(2)]
     while True: deep(8)
 def blocked_in_c(): ctypes.CDLL(None).sleep(900)
-def holds_the_lock(): ctypes.PyDLL(None).sleep(900)
+def holds_the_lock():  # over signals too: a second lock of a mutex waits for ever
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2): ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 def stops(): os.kill(os.getpid(), signal.SIGSTOP)
 def loses_the_others():  # as a collective does, when they leave before this rank has
     while not list(folder.glob("alarm-*")): time.sleep(0.01)

@@ -217,6 +217,25 @@ def test_monitors_are_compared_by_thresholds_of_other_runs(scripts, monkeypatch)
     )
 
 
+def test_added_runs_leave_what_is_known_of_earlier_ones(scripts, monkeypatch, tmp_path):
+    side = scripts["report_tables"]
+    monkeypatch.setattr(side, "RESULTS", tmp_path)
+    one, two = ({"run": name, "steps": 9, "state": "finished"} for name in ("one", "two"))
+    earlier = {"environment": {"gpu": "H100"}, "steps": 9, "runs": [one, two | {"steps": 0}]}
+    (tmp_path / "runs.json").write_text(json.dumps({"protocol": earlier}))
+    (tmp_path / "runs.csv").write_text("protocol,run,step,loss\nprotocol,one,9,3.5\n")
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "verdicts.json").write_text(json.dumps({"steps": 9, "runs": [one | {"steps": 0}, two]}))
+    (made / "curves.csv").write_text("run,step,loss\ntwo,9,3.25\n")
+    side.add(made, "protocol")
+    found = json.loads((tmp_path / "runs.json").read_text())["protocol"]
+    assert found == earlier | {"runs": [one, two]}
+    assert (tmp_path / "runs.csv").read_text().splitlines()[1:] == [
+        "protocol,one,9,3.5", "protocol,two,9,3.25",
+    ]  # fmt: skip
+
+
 class OneStep:
     """The events of a `Trainer`'s only step (which itself needs accelerate)."""
 
