@@ -250,7 +250,10 @@ def logits() -> Iterator[dict[str, Any]]:
                     yield same | distances((dq[..., 1:], dk[..., 1:], dv), exact)
 
 
-def captures(files: list[Path]) -> Iterator[dict[str, Any]]:
+def captured_heads(
+    files: list[Path],
+) -> Iterator[tuple[dict[str, Any], Tensors, torch.Tensor, float]]:
+    """What a head is, its q, k, v and dO of one sequence [1, 1, n, d], and its scale."""
     from megatron_patch.stability.capture import CaptureFile
 
     for path in files or sorted((ROOT / "tests/stability/captures").glob("*.pt")):
@@ -259,16 +262,18 @@ def captures(files: list[Path]) -> Iterator[dict[str, Any]]:
         for i, head in enumerate(one.heads):
             at = one.head_to_kv[i]
             *inputs, dout = (
-                x[:, :, j : j + 1].permute(1, 2, 0, 3).contiguous().cuda()
+                x[:, :1, j : j + 1].permute(1, 2, 0, 3).contiguous().cuda()
                 for x, j in ((one.q, i), (one.k, at), (one.v, at), (one.dout, i))
             )
-            # of one sequence
-            *inputs, dout = (x[:1] for x in (*inputs, dout))
-            calls = peers(one.scale, causal=True)
-            for name, told in compared(calls, tuple(inputs), dout, one.scale).items():
-                run = f"{one.run_name} {one.backend}/{one.stabilizer}"
-                same = {"run": run, "step": one.step, "layer": one.layer, "head": head}
-                yield same | {"backend": name} | told
+            run = f"{one.run_name} {one.backend}/{one.stabilizer}"
+            same = {"run": run, "step": one.step, "layer": one.layer, "head": head}
+            yield same, tuple(inputs), dout, one.scale
+
+
+def captures(files: list[Path]) -> Iterator[dict[str, Any]]:
+    for same, inputs, dout, scale in captured_heads(files):
+        for name, told in compared(peers(scale, causal=True), inputs, dout, scale).items():
+            yield same | {"backend": name} | told
 
 
 def layers(files: list[Path]) -> Iterator[dict[str, Any]]:

@@ -275,7 +275,7 @@ def random_case(rng: random.Random, *, small: bool, kernel: Case | None = None) 
     group = kind.hq // kind.hk
     left, right = kind.left, kind.right
     values = ["gauss", "gauss", "gauss", "outlier", "positive"]
-    if kind.stabilizer == "compensated":
+    if kind.stabilizer in ("compensated", "compensated_projected"):
         # Equal keys are the regime in which plain FA2 numerics ("none") lose dQ: docs/numerics.md.
         values.append("repeat")
     changes: dict[str, Any] = {
@@ -311,7 +311,7 @@ def random_kernel(rng: random.Random) -> Case:
     d = rng.choice(HEAD_DIMS)
     mask = rng.choice(["full", "causal", "causal", "left", "right", "both"])
     group = rng.choice([1, 1, 2, 4])
-    stabilizer = rng.choice(["compensated"] * 6 + ["none"])
+    stabilizer = rng.choice(["compensated"] * 5 + ["none", "projected", "compensated_projected"])
     return Case(
         layout=rng.choice(["bshd", "bshd", "sbhd", "bhsd", "thd", "thd"]),
         dtype=rng.choice(["bf16", "bf16", "fp16"]),
@@ -323,7 +323,7 @@ def random_kernel(rng: random.Random) -> Case:
         left=1 if mask in ("left", "both") or (mask == "causal" and rng.random() < 0.3) else -1,
         right=1 if mask in ("right", "both") else -1,
         sinks=rng.choice(["none", "none", "off-by-one", "learned"]),
-        softcap=rng.choice([0.0, 0.0, 0.0, 20.0]),
+        softcap=0.0 if "projected" in stabilizer else rng.choice([0.0, 0.0, 0.0, 20.0]),
         dropout=rng.choice([0.0, 0.0, 0.0, 0.17]),
         stabilizer=stabilizer,
         residual=rng.choice(["bf16", "bf16", "int8"]) if stabilizer == "compensated" else "bf16",
