@@ -229,7 +229,8 @@ def borrowed(parts: Parts) -> Table:
         dq = ([r["dq"][name] / r["dq"]["own"] for r in rows] for rows in sets.values())
         ms = [r[name]["backward"] / r["own"]["backward"] for r in times if name in r]
         body.append([f"`{name}`", *(f"{max(x):.3f}" for x in dq), span(ms, "{:.2f}")])
-    return ["largest error of dQ over our own", *sets, "time"], body, [_changed(parts["speed"])]
+    head = ["largest error of dQ over our own", *sets, f"time, {len(times)} shapes"]
+    return head, body, [_changed(parts["speed"])]
 
 
 def kernel_speed(parts: Parts) -> Table:

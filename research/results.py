@@ -37,6 +37,8 @@ HEAD = (
 )
 MADE_WITH = ("gpu", "platform", "driver", "python", "torch", "triton", "megatron-core", "commit")
 """Of a run's environment.json: machine, versions, source."""
+NESTED = ("attempts", "origin", "set", "largest_logit", "warned_at")
+"""Of a run, what is in JSON alone."""
 CURVES = ("loss", "grad_norm", "loss_max", "grad_norm_max")
 SAVED_WINDOWS = 4
 """A run whose numerics were exchanged is saved if so many last windows have small gradients."""
@@ -79,9 +81,8 @@ def collect(directory: Directory) -> dict[str, Any]:
 
 def _run(directory: Directory, run: Run) -> dict[str, Any]:
     state, rows, folder = directory.states[run.id], directory.rows(run), directory.run_dir(run)
-    made = _attempts(folder)
-    switched_at = _switched_at(folder)
-    changed = run.base is not None or switched_at is not None
+    made, instruments = _attempts(folder), _instruments(folder)
+    changed = run.base is not None or instruments["switched_at"] is not None
     figures = directory.verdict(run).as_dict()
     return {
         "run": run.id,
@@ -94,7 +95,7 @@ def _run(directory: Directory, run: Run) -> dict[str, Any]:
         "reason": state.reason,
         "attempts": state.attempts,
         "origin": state.origin,
-        "switched_at": switched_at,
+        **instruments,
         "saved": _saved(rows, state.origin, directory.rule) if changed else None,
         "data": _text(folder / "data.sha256"),
         # A run may have been made by several machines or commits: all of them, in order.
@@ -119,12 +120,31 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _switched_at(folder: Path) -> int | None:
-    """The step after which the guard of a run exchanged its numerics, by its telemetry."""
+def _instruments(folder: Path) -> dict[str, Any]:
+    """What the telemetry of a run says of it; None where there is none.
+
+    ``switched_at``: the step after which the guard exchanged its numerics. ``largest_logit``: of
+    all heads, in all records and in the last, after its step. ``warned_at``: first step of each
+    level but "ok".
+    """
+    found: dict[str, Any] = dict.fromkeys(("switched_at", "largest_logit", "warned_at"))
     try:
-        return record.read(folder).switched_at
+        seen = record.read(folder)
     except (OSError, ValueError):  # not started, or without telemetry
-        return None
+        return found
+    found["switched_at"] = seen.switched_at
+    if len(seen.steps):
+        tops = seen.heads["max_logit"].max((1, 2), initial=-math.inf)
+        at = int(tops.argmax())
+        pairs = {"peak": at, "last": len(tops) - 1}
+        found["largest_logit"] = {
+            name: [int(seen.steps[i]), _finite(float(tops[i]))] for name, i in pairs.items()
+        }
+    found["warned_at"] = {}
+    for step, verdict in seen.verdicts():
+        if verdict.level != "ok":
+            found["warned_at"].setdefault(verdict.level, step)
+    return found
 
 
 def _saved(rows: list[Row], origin: dict[str, Any] | None, rule: ExplosionConfig) -> bool | None:
@@ -171,7 +191,7 @@ def _finite(value: Any) -> Any:
 def _flat(run: dict[str, Any]) -> dict[str, Any]:
     """A run as one row of CSV."""
     origin = run["origin"] or {}
-    row = {k: v for k, v in run.items() if k not in ("attempts", "origin", "set")}
+    row = {k: v for k, v in run.items() if k not in NESTED}
     row |= {n: " ".join(run[n]) if n == "commit" else "; ".join(run[n]) for n in MADE_WITH}
     row |= {"set": " ".join(run["set"])}
     return row | {f"origin_{name}": origin.get(name) for name in ("base", "event", "step")}

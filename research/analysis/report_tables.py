@@ -121,7 +121,8 @@ def losses() -> str:
     pairs += [(f"compensated-s{n}, BF16 stream, to 8,000", f"compensated-s{n}") for n in (1, 2)]
     to_8000 = [f"-s{n}, BF16 stream, to 8,000" for n in (1, 2)]
     pairs += [(f"compensated_projected{of}", f"compensated{of}") for of in ("-s1", *to_8000)]
-    pairs += [("compensated_4x-s1, 350M", "none_4x-s1, 350M")]
+    wide = ("compensated", "compensated_projected", "sdpa_cudnn")
+    pairs += [(f"{cell}_4x-s1, 350M", "none_4x-s1, 350M") for cell in wide]
     controls = {"bf16": "bf16-s1", "no_qk_norm": "bf16_no_qk_norm-s1"}
     for run in rows_of("int8"):
         other = controls.get(run["cell"], f"bf16-s{run['seed']}") + ", of int8"
@@ -304,8 +305,7 @@ def warnings() -> list[tuple[str, int, int, int]]:
 
 def warning() -> str:
     """How long before its loss left that of `compensated` on the same batches a run was warned."""
-    told = ((run, (at, a, a - at, b - at)) for run, at, a, b in warnings())
-    rows = [[run, *map(step, steps)] for run, steps in told]
+    rows = [[run, *map(step, (at, a, a - at, b - at))] for run, at, a, b in warnings()]
     return table(["run", "danger", "0.03 above at", "lead", "lead to 0.1"], rows)
 
 
@@ -347,19 +347,19 @@ def add(folder: Path, protocol: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    formatted = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatted)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--add", nargs=2, metavar=("FOLDER", "PROTOCOL"))
     args = parser.parse_args()
-    if args.add and not (Path(args.add[0]) / "verdicts.json").is_file():
-        parser.error(f"--add {args.add[0]}: no verdicts.json there; name RUNS/results of run.py")
     if args.add:
-        add(Path(args.add[0]), args.add[1])
+        folder, protocol = Path(args.add[0]), args.add[1]
+        for path in (folder / "verdicts.json", PAGE.parent / f"protocols/{protocol}.yaml"):
+            if not path.is_file():
+                parser.error(f"--add: no {path}; name RUNS/results of run.py and a protocol")
+        add(folder, protocol)
         return 0
-    old = PAGE.read_text()
-    new = fill(old)
+    new = fill(old := PAGE.read_text())
     if new != old and not args.check:
         PAGE.write_text(new)
     print("report.md:", "differs" if new != old and args.check else "as its results say")

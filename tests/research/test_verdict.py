@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 
 import results
+import telemetry_records
 from protocol import ExplosionConfig
 from verdict import judge
+
+from megatron_patch.stability.names import HEAD_METRICS
 
 RULE = ExplosionConfig(window=50, from_step=2000, grad_norm=1.0, loss=4.5)
 
@@ -88,3 +91,18 @@ def test_final_losses_are_of_runs_that_came_to_their_last_step():
     runs += [run | {"final_loss": 7.0, "origin": {"step": 5}}, run | {"final_loss": "nan"}]
     assert results.seed_spread(runs).endswith("| a | 2 | 3.2500 | 0.5000 |")
     assert results.seed_spread(runs[2:]) == ""
+
+
+def test_instruments_of_a_run_stand_beside_its_figures(tmp_path):
+    assert results._instruments(tmp_path) == dict.fromkeys(
+        ("switched_at", "largest_logit", "warned_at")
+    )
+    writer = telemetry_records.write(tmp_path, [10, 20])
+    telemetry_records.add(writer, 30, value=7e4)
+    telemetry_records.add(writer, 40)
+    writer.close()
+    found, first = results._instruments(tmp_path), list(HEAD_METRICS).index("max_logit")
+    assert found["largest_logit"] == {"peak": [30, 70030 + first], "last": [40, 40 + first]}
+    assert found["switched_at"] is None
+    (level, step), *_ = found["warned_at"].items()
+    assert level != "ok" and step <= 40
