@@ -16,8 +16,8 @@ from megatron_patch.stability.writer import Writer
 
 
 def look_back(
-    writer: Writer, rule: Rule, *, step: int, reach: int, switched_at: int, parent: Path | None,
-    compensated: Callable[[int], bool], log: Callable[[str], None],
+    writer: Writer, rule: Rule, *, step: int, reach: int, switched_at: int, silent: bool,
+    parent: Path | None, compensated: Callable[[int], bool], log: Callable[[str], None],
 ) -> tuple[History, int, tuple[int, np.ndarray] | None]:  # fmt: skip
     """(history, step of the guard's switch, step and largest logits of the last record).
 
@@ -26,6 +26,7 @@ def look_back(
         rule: thresholds of the run.
         step: steps done; reach: how many before it the rule looks back on.
         switched_at: step of the guard's switch, as far as it is known otherwise.
+        silent: the checkpoint does not say whether it switched; the records do.
         parent: another run's checkpoint, from which this one starts.
         compensated: whether the run computes with what the guard switches to, given the step of its
             switch.
@@ -43,8 +44,9 @@ def look_back(
             found = record.read(directory, after=start).until(step)
         if len(found.records):
             last = int(found.steps[-1]), found.heads["max_logit"][-1]
-        if found.switched_at and found.switched_at > step and not switched_at:
-            # A checkpoint of the very step whose record made the guard switch, one step later.
+        if found.switched_at and (found.switched_at > step or silent) and not switched_at:
+            # A checkpoint of the very step whose record made the guard switch, one step later, or
+            # of a program whose checkpoints know nothing of it.
             switched_at = found.switched_at
         after = max(switched_at, start)
         history = found.since(after).history(rule, after=after)

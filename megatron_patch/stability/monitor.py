@@ -167,7 +167,8 @@ class AttentionMonitor:
     ) -> None:
         """Go on after ``step`` with records, history and a switch that was made. Collective.
 
-        Files in the directory may say more of the switch than the checkpoint does.
+        Files in the directory may say more of the switch than the checkpoint does, and all of it
+        where a checkpoint of another program says nothing.
 
         Args:
             step: steps done.
@@ -184,7 +185,8 @@ class AttentionMonitor:
             self._reset()
         self._resumed = True
         if switched_at is None:
-            switched_at = int((state or {}).get("switched_at", 0))
+            switched_at = (state or {}).get("switched_at")
+        silent, switched_at = switched_at is None, int(switched_at or 0)
         noted = guard.recall_together(self.directory, step, rank=self.groups.rank, log=self._log)
         self.switched_at = guard.in_force_from(switched_at, noted, step=step)
         if self.switched_at and not switched_at:
@@ -196,7 +198,7 @@ class AttentionMonitor:
             self.window.restore(state, step)
             found: Any = None
             if self.groups.rank == 0:
-                history = self._open(step, own=has_saved, parent=parent)
+                history = self._open(step, own=has_saved, parent=parent, silent=silent)
                 # And `switched_at`, which reading the records may have changed.
                 found = history, self.switched_at, triggers_in(self.directory / "captures")
             self.history, self.switched_at, self.capturer.triggered = from_first(found)
@@ -214,7 +216,7 @@ class AttentionMonitor:
             how = f"stability.guard is {self.options.guard} now: attention is as configured"
         self._log(f"stability guard: it switched after step {self.switched_at:,}; {how}")
 
-    def _open(self, step: int, *, own: bool, parent: Path | str | None) -> History:
+    def _open(self, step: int, *, own: bool, parent: Path | str | None, silent: bool) -> History:
         """First rank: the files, and what they say about the steps before."""
         meta = record.make_meta(
             layers=self.watched.layers, heads=self.watched.heads, rule=self.rule,
@@ -225,7 +227,7 @@ class AttentionMonitor:
             self._log(line)
         history, self.switched_at, last = look_back(
             self._writer, self.rule, step=step, reach=self._reach, switched_at=self.switched_at,
-            parent=None if own or parent is None else Path(parent),
+            silent=silent, parent=None if own or parent is None else Path(parent),
             compensated=self._compensated_after, log=self._log,
         )  # fmt: skip
         self.max_logits = last or self.max_logits

@@ -166,6 +166,33 @@ def test_danger_asks_for_a_checkpoint_and_a_stop(tmp_path):
     assert any("attention: danger (layer" in line for line in said)
 
 
+class Ours(Attend):
+    """As our core attention looks to the guard."""
+
+    backend_name = "stable_flash"
+    options = MappingProxyType({"stabilizer": "none"})
+
+    def use(self, backend: str, **options: Any) -> None:
+        self.backend_name, self.options = backend, options
+
+
+def test_a_restart_keeps_a_switch_of_which_only_the_records_tell(tmp_path, monkeypatch):
+    """Checkpoints of other programs know nothing of the guard: its switch was lost with them."""
+    monkeypatch.setitem(globals(), "Attend", Ours)
+    rule = type(EVERY.rule)(confirm_steps=0, danger_error=1e-9)
+    options = MonitorOptions(interval=1, guard="switch", rule=rule)
+    again = "stability guard: it switched after step 3; stabilizer compensated since then"
+    for start in (0, 5, 8):
+        said: list[str] = []
+        loop(tmp_path, start=start, steps=start + 5, options=options, log=said.append)
+        assert (again in said) == (start > 0), start
+    assert record.read(tmp_path).scalars["switched"].tolist() == [0.0] + [3.0] * 12
+    # Back at a checkpoint from before the signs it has not switched.
+    said = []
+    loop(tmp_path, start=1, steps=2, options=options, log=said.append)
+    assert again not in said
+
+
 def test_what_cannot_be_watched_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no module of Net is named 'nothing'"):
         watch(Net(), "nothing", heads=H)
