@@ -1,10 +1,13 @@
 """``megatron.training.pretrain`` of the wheel on a CPU, watched: six lines beside a user's own.
 
-python pretrain_worker.py DIRECTORY
+python pretrain_worker.py DIRECTORY [ARGUMENT...]
+
+``--sick STEP`` tells the monitor, whose guard then stops the run, of an infinite loss in that step.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from functools import partial
@@ -62,7 +65,10 @@ def model_provider(pre_process: bool = True, post_process: bool = True, **_: Any
 def forward_step(batches: Any, model: Any) -> Any:
     batch = next(batches)
     losses = model(batch["tokens"], torch.arange(32).repeat(2, 1), None, labels=batch["labels"])
-    return losses, lambda out: (out.mean(), {"lm loss": out.mean().detach()})
+    from megatron.training import get_args
+
+    more = math.inf if get_args().curr_iteration + 1 == get_args().sick else 0.0
+    return losses, lambda out: (out.mean(), {"lm loss": out.mean().detach() + more})
 
 
 def without_a_gpu() -> None:
@@ -81,21 +87,25 @@ def without_a_gpu() -> None:
 def main() -> None:
     for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
         os.environ[name] = str(value)
-    directory, sys.argv = sys.argv[1], ["pretrain_gpt.py", *ARGUMENTS.split()]
+    directory, sys.argv = sys.argv[1], ["pretrain_gpt.py", *ARGUMENTS.split(), *sys.argv[2:]]
     cpu_mode.install()
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    args = parse_and_validate_args()
+    def add_ours(parser: Any) -> Any:
+        parser.add_argument("--sick", type=int)
+        return parser
+
+    args = parse_and_validate_args(extra_args_provider=add_ours)
     without_a_gpu()
     from megatron_patch.stability import MonitorOptions
     from megatron_patch.stability.adapters.megatron_training import watched
 
     container = pretrain_cfg_container_from_args(args)
-    kind = ModelType.encoder_or_decoder
-    with watched(directory=directory, options=MonitorOptions(interval=1)):
+    kind, guard = ModelType.encoder_or_decoder, "stop" if args.sick else "warn"
+    with watched(directory=directory, options=MonitorOptions(interval=1, guard=guard)):
         pretrain(container, datasets, kind, forward_step, model_provider)
 
 

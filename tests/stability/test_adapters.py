@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import subprocess
@@ -303,6 +304,63 @@ def test_the_trainer_of_hugging_face(tmp_path):
     told = record.read(tmp_path / "run")
     # That of the last step is read at the end.
     assert told.steps.tolist() == [1, 2, 3] and (told.heads["kappa"] > 0).all()
+
+
+class Asks:
+    """A monitor whose record of every step asks for something."""
+
+    options, actions = EVERY, (Pin(1),)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.resume = self.before_step = self.finish = self.close = lambda *_: None
+        self.reduced_before = lambda _: contextlib.nullcontext()
+        self.after_step = lambda *_, **__: None
+        self.switched = lambda _: self.actions
+
+
+def test_megatron_training_saves_a_step_as_that_step(tmp_path, monkeypatch):
+    """What `train_step` returns is carried out before the step is counted: its weights would be a
+    checkpoint of the step before, perhaps over the one that is there."""
+    from megatron import training
+
+    from megatron_patch.stability.adapters import megatron_training
+
+    args = SimpleNamespace(curr_iteration=6, save_interval=100, exit_interval=None)
+    monkeypatch.setattr(training, "get_args", lambda: args)
+    result = {}, 0, False, False, 0, 1.0, 0, 0
+    monkeypatch.setattr(training.training, "train_step", lambda *_, **__: result)
+    monkeypatch.setattr(megatron_training, "AttentionMonitor", Asks)
+    with megatron_training.watched(directory=tmp_path):
+        assert training.training.train_step(None, None, [], None) == result
+        assert (args.save_interval, args.exit_interval) == (7, None)
+        args.curr_iteration = 7
+        asked = (Pin(7), Stop("by the test", StabilityStop.of("by the test", 8)))
+        monkeypatch.setattr(Asks, "actions", asked)
+        assert training.training.train_step(None, None, [], None) == (*result[:4], 5, *result[5:])
+        assert (args.save_interval, args.exit_interval) == (8, 8)
+        args.curr_iteration, args.exit_interval = 8, None
+        monkeypatch.setattr(Asks, "actions", ())
+        training.training.train_step(None, None, [], None)
+        assert (args.save_interval, args.exit_interval) == (100, None)
+
+
+@pytest.mark.slow
+def test_pretrain_that_the_guard_stopped_goes_on_as_if_it_had_not(tmp_path):
+    """Its last checkpoint is of the step after which it was saved; no step is repeated."""
+
+    def run(name: str, *more: str) -> int:
+        worker = Path(__file__).parent / "pretrain_worker.py"
+        save = ["--save", tmp_path / name / "saved", "--load", tmp_path / name / "saved"]
+        command = [sys.executable, worker, tmp_path / name, *save, "--save-interval", "2", *more]
+        return subprocess.run(command, capture_output=True, timeout=500).returncode
+
+    assert run("whole") == 0
+    assert run("part", "--sick", "2") == 5
+    latest = tmp_path / "part" / "saved" / "latest_checkpointed_iteration.txt"
+    assert latest.read_text() == "3"
+    assert run("part", "--no-load-rng") == 0
+    whole, part = (record.read(tmp_path / name).scalars["loss_mean"] for name in ("whole", "part"))
+    assert part[-1] == whole[-1]
 
 
 @pytest.mark.slow

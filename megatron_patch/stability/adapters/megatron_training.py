@@ -29,11 +29,13 @@ def watched(**options: Any) -> Iterator[list[AttentionMonitor]]:
     from megatron.training import get_args, training
 
     original, found = training.train_step, []  # type: ignore[var-annotated]
+    usual: dict[str, Any] = {}
 
     def train_step(
         forward: Any, data: Any, model: Any, optimizer: Any, *rest: Any, **named: Any
     ) -> Any:
         args, step = get_args(), get_args().curr_iteration + 1
+        args.save_interval = usual.setdefault("save_interval", args.save_interval)
         if not found:
             options.setdefault("warmup_steps", getattr(args, "lr_warmup_iters", 0) or 0)
             found.append(AttentionMonitor(model, optimizer, **options))
@@ -44,9 +46,12 @@ def watched(**options: Any) -> Iterator[list[AttentionMonitor]]:
             result = list(original(forward, data, model, optimizer, *rest, **named))
         loss, norm = next(iter(result[0].values()), math.nan), result[5]
         for action in monitor.switched(monitor.after_step(step, loss=loss, grad_norm=norm)):
-            result[2] = True  # should_checkpoint
-            result[3] = result[3] or isinstance(action, Stop)  # should_exit
-            result[4] = getattr(getattr(action, "error", None), "exit_code", result[4])
+            # The loop saves and exits by these once the step is counted. By what train_step returns
+            # it would at once, and call this step's weights a checkpoint of the step before.
+            args.save_interval = step
+            if isinstance(action, Stop):
+                args.exit_interval = step
+                result[4] = getattr(action.error, "exit_code", result[4])
         return tuple(result)
 
     training.train_step, core_clip = train_step, training.clip_qk
