@@ -20,6 +20,7 @@ from megatron_cpu import single_rank
 from megatron_patch.report import collect, report
 from megatron_patch.runtime.watcher import Pin, Stop
 from megatron_patch.stability import AttentionMonitor, MonitorOptions, record
+from megatron_patch.stability.adapters import Saves
 from megatron_patch.stability.adapters.torch_loop import watch
 from megatron_patch.stability.guard import StabilityStop
 
@@ -277,6 +278,39 @@ def test_a_hugging_face_model(tmp_path, implementation, monkeypatch):
         events.on_train_end(args, state, control)
 
 
+def test_a_danger_saves_a_checkpoint_as_it_begins(tmp_path, monkeypatch):
+    """One at every record would drive those from before it out of ``save_total_limit``."""
+    saves, stop = Saves(), Stop("by the test", StabilityStop.of("by the test", 3))
+    records = [Pin(50)], [Pin(100)], [], [Pin(250)], [Pin(300), stop], [Pin(501)], [Pin(551)]
+    found = [saves.due(actions, interval=50) for actions in records]
+    assert found == [True, False, False, False, True, True, False]
+    found = [saves.due([Pin(step)], interval=1000) for step in (2000, 3000, 4000)]
+    assert found == [True, False, False]
+
+    transformers = pytest.importorskip("transformers")
+    from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+
+    from megatron_patch.stability.adapters.hugging_face import attention_callback
+
+    config = transformers.LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32,
+                                      num_hidden_layers=1, num_attention_heads=H)  # fmt: skip
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    rates = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters()), factor=1.0)
+    callback = attention_callback(model, directory=tmp_path, options=EVERY)
+    events = CallbackHandler([callback], model, None, None, rates)
+    args, state, control = SimpleNamespace(), TrainerState(), TrainerControl()
+    events.on_train_begin(args, state, control)
+    asked = []
+    for step in (1, 2, 3):
+        monkeypatch.setattr(AttentionMonitor, "switched", lambda *_, at=step: [Pin(at)])
+        events.on_step_begin(args, state, control)
+        state.global_step = step
+        events.on_step_end(args, state, control)
+        asked.append(control.should_save)
+    events.on_train_end(args, state, control)
+    assert asked == [True, False, False]
+
+
 def test_the_trainer_of_hugging_face(tmp_path):
     """`Trainer` itself, where accelerate is installed: records; a stop is saved, then raised."""
     pytest.importorskip("accelerate")
@@ -334,6 +368,8 @@ def test_megatron_training_saves_a_step_as_that_step(tmp_path, monkeypatch):
         assert training.training.train_step(None, None, [], None) == result
         assert (args.save_interval, args.exit_interval) == (7, None)
         args.curr_iteration = 7
+        assert training.training.train_step(None, None, [], None) == result
+        assert args.save_interval == 100  # of a danger that goes on, the one checkpoint is enough
         asked = (Pin(7), Stop("by the test", StabilityStop.of("by the test", 8)))
         monkeypatch.setattr(Asks, "actions", asked)
         assert training.training.train_step(None, None, [], None) == (*result[:4], 5, *result[5:])

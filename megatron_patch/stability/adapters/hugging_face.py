@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_patch.stability.adapters import Saves
 from megatron_patch.stability.monitor import AttentionMonitor
 from megatron_patch.stability.observe import Seen, seen_call, watched_modules
 
@@ -16,9 +17,9 @@ from megatron_patch.stability.observe import Seen, seen_call, watched_modules
 def attention_callback(model: Any, **options: Any) -> Any:
     """A callback for `transformers.Trainer`; ``options`` as `AttentionMonitor` takes them.
 
-    It stands around the function that ``attn_implementation`` names. A ``Pin`` saves a checkpoint,
-    a ``Stop`` saves, ends the training and raises its error out of ``Trainer.train``. ValueError:
-    no such function can be watched.
+    It stands around the function that ``attn_implementation`` names. A danger saves a checkpoint as
+    it begins, a ``Stop`` saves, ends the training and raises its error out of ``Trainer.train``.
+    ValueError: no such function can be watched.
     """
     from transformers import TrainerCallback
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
@@ -36,6 +37,7 @@ def attention_callback(model: Any, **options: Any) -> Any:
         library="compensated" if name == "stable_attention" else "",
     )  # fmt: skip
     monitor, plain, losses = AttentionMonitor(watched, **options), FUNCTIONS[name], []  # type: ignore[var-annotated]
+    saves = Saves()
 
     def keep_loss(module: Any, args: Any, output: Any) -> None:
         if module.training and getattr(output, "loss", None) is not None:
@@ -57,8 +59,10 @@ def attention_callback(model: Any, **options: Any) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             (rate, *_), step = named["lr_scheduler"].get_last_lr(), state.global_step
             loss = torch.stack(losses).mean() if losses else 0.0
-            for action in monitor.switched(monitor.after_step(step, loss=loss, lr=rate)):
-                control.should_save, self.stop = True, getattr(action, "error", self.stop)
+            actions = monitor.switched(monitor.after_step(step, loss=loss, lr=rate))
+            control.should_save |= saves.due(actions, interval=monitor.options.interval)
+            for action in actions:
+                self.stop = getattr(action, "error", self.stop)
             control.should_training_stop |= self.stop is not None
 
         def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:

@@ -12,21 +12,21 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_patch.core_patches.qk_clip import clip_qk
 from megatron_patch.runtime.watcher import Stop
-from megatron_patch.stability.adapters import check_keywords
+from megatron_patch.stability.adapters import Saves, check_keywords
 from megatron_patch.stability.monitor import AttentionMonitor
 
 
 class AttentionCallback:
     """Events as Bridge names them; ``options`` as `AttentionMonitor` takes them.
 
-    A ``Pin`` makes this step one of ``checkpoint.save_interval``. A ``Stop`` saves and exits with
-    the guard's code before the next update. A restart goes on with the records of the directory,
-    and with a switch that they tell of.
+    A danger makes this step one of ``checkpoint.save_interval`` as it begins. A ``Stop`` saves and
+    exits with the guard's code before the next update. A restart goes on with the records of the
+    directory, and with a switch that they tell of.
     """
 
     def __init__(self, **options: Any) -> None:
         check_keywords(options)
-        self._options, self._stop = options, False
+        self._options, self._stop, self._saves = options, False, Saves()
 
     def on_train_start(self, context: Any) -> None:
         """The model is built and loaded."""
@@ -63,7 +63,8 @@ class AttentionCallback:
                 # Asked before every update; a Bridge that ends at exit_interval exits with 0.
                 get_rerun_state_machine().should_checkpoint_and_exit = lambda answer=answer: answer
                 self._stop = True
-        if actions and not self._stop:
+        due = self._saves.due(actions, interval=self.monitor.options.interval)
+        if due and not self._stop:
             cfg.checkpoint.save_interval = step
 
     def on_train_end(self, context: Any) -> None:

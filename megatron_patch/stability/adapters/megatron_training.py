@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_patch.core_patches.qk_clip import clip_qk
 from megatron_patch.runtime.watcher import Stop
-from megatron_patch.stability.adapters import check_keywords
+from megatron_patch.stability.adapters import Saves, check_keywords
 from megatron_patch.stability.monitor import AttentionMonitor
 
 
@@ -21,14 +21,14 @@ from megatron_patch.stability.monitor import AttentionMonitor
 def watched(**options: Any) -> Iterator[list[AttentionMonitor]]:
     """Watch every `train_step` inside; ``options`` as `AttentionMonitor` takes them.
 
-    A ``Pin`` saves a checkpoint (``--save``), a ``Stop`` saves and ends the program. Yields a list
-    that holds the monitor after the first step. A restart goes on with the records of the
-    directory, and with a switch that they tell of.
+    A danger saves a checkpoint (``--save``) as it begins, a ``Stop`` saves and ends the program.
+    Yields a list that holds the monitor after the first step. A restart goes on with the records of
+    the directory, and with a switch that they tell of.
     """
     check_keywords(options)
     from megatron.training import get_args, training
 
-    original, found = training.train_step, []  # type: ignore[var-annotated]
+    original, found, saves = training.train_step, [], Saves()  # type: ignore[var-annotated]
     usual: dict[str, Any] = {}
 
     def train_step(
@@ -45,10 +45,12 @@ def watched(**options: Any) -> Iterator[list[AttentionMonitor]]:
         with monitor.reduced_before(optimizer):
             result = list(original(forward, data, model, optimizer, *rest, **named))
         loss, norm = next(iter(result[0].values()), math.nan), result[5]
-        for action in monitor.switched(monitor.after_step(step, loss=loss, grad_norm=norm)):
-            # The loop saves and exits by these once the step is counted. By what train_step returns
-            # it would at once, and call this step's weights a checkpoint of the step before.
+        actions = monitor.switched(monitor.after_step(step, loss=loss, grad_norm=norm))
+        # The loop saves and exits by these once the step is counted. By what train_step returns it
+        # would at once, and call this step's weights a checkpoint of the step before.
+        if saves.due(actions, interval=monitor.options.interval):
             args.save_interval = step
+        for action in actions:
             if isinstance(action, Stop):
                 args.exit_interval = step
                 result[4] = getattr(action.error, "exit_code", result[4])
