@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.attention.capabilities import EXACT_DELTA
-from megatron_patch.parallel.first_rank import on_first_rank
+from megatron_patch.parallel.first_rank import of_all, on_first_rank
 from megatron_patch.runtime.files import write_whole
 from megatron_patch.schema.problem import ConfigError, Problem
 
@@ -62,6 +62,16 @@ def check(sites: Sequence[Site]) -> None:
             f"guard: switch exchanges the numerics of CoreAttention, and {fixed[0].name} is "
             f"a {type(fixed[0].module).__name__}; use guard: warn or stop, or put our core "
             "attention into the model (docs/integrations.md)"
+        )
+
+
+def check_watched(sites: Sequence[Site], model: Any) -> None:
+    """Whether any rank watches something; ValueError where nobody does. Collective."""
+    if not any(of_all(len(sites))):
+        raise ValueError(
+            f"no core attention in decoder.layers or mtp.layers of {type(model).__name__}: nothing "
+            "would be watched, and the verdict be ok for ever; watch a GPTModel, or name the "
+            "modules with adapters.torch_loop.watch, or set enabled: false (docs/integrations.md)"
         )
 
 

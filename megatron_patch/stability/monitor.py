@@ -115,6 +115,8 @@ class AttentionMonitor:
         self.directory = Path(directory)
         self.name = self.directory.resolve().name if name is None else name
         self.rule = Rule.of(self.options, warmup_steps=warmup_steps)
+        if self.options.enabled:
+            guard.check_watched(self.watched.sites, self.watched.roots[0])
         if self.options.guard == "switch":
             guard.check(self.watched.sites)
         if attention is None:
@@ -469,7 +471,7 @@ class AttentionMonitor:
         """The verdict, what is logged of it, and what the loop is asked to do."""
         before, verdict = self.verdict, judge(self.history.points, self.rule)
         self.verdict, mode = verdict, self.options.guard
-        verdict_is_new = before is None or verdict.level != before.level
+        verdict_is_new = before is None or verdict.kind != before.kind
         if mode != "off" and verdict_is_new:
             self._log(f"step {point.step:,}: {verdict.line()}")
         if verdict.level != "danger" or mode == "off":

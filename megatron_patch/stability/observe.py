@@ -215,10 +215,16 @@ class Watched:
 def watched_chunks(chunks: Sequence[Any]) -> Watched:
     """Of Megatron-Core's model chunks, wrapped or not.
 
-    Raises ValueError: no core attention is in them, on any rank of this process.
+    Raises ValueError: they are of another library.
     """
     roots = [unwrap(chunk) for chunk in chunks]
-    config: Any = roots[0].config
+    config: Any = getattr(roots[0], "config", None)
+    if not (hasattr(config, "num_layers") and hasattr(config, "num_query_groups")):
+        raise ValueError(
+            f"{type(roots[0]).__name__} is no model of Megatron-Core; name its attention modules "
+            "with megatron_patch.stability.adapters.torch_loop.watch, or use the adapter of its "
+            "library (docs/integrations.md)"
+        )
     layers = int(config.num_layers)
     return Watched(
         sites=find_sites(roots, decoder_layers=layers),

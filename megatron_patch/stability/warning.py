@@ -28,6 +28,7 @@ from megatron_patch.stability.names import LEVELS
 
 SMOOTH = 5  # records that a spike is compared with, at least
 CONFIRM = 2  # records in a row that must agree on danger, at least
+UNMEASURED = "no head was measured, nothing is known of attention"
 FLICKER = 200
 """Steps at `ok` over which a stretch of signs goes on."""
 
@@ -106,6 +107,11 @@ class Verdict:
         """0 ok, 1 watch, 2 danger."""
         return LEVELS.index(self.level)
 
+    @property
+    def kind(self) -> tuple[str, bool]:
+        """What a line is logged for, where it changes."""
+        return self.level, self.reason == UNMEASURED
+
     def line(self) -> str:
         """As the console says it."""
         return f"attention: {self.level} ({self.reason})"
@@ -147,7 +153,8 @@ def _verdict(last: Sequence[Point], rule: Rule) -> Verdict:
     signs += [("watch", large)] * _reaches(now.logit, rule.watch_logit)
     named = [sign for level in LEVELS[:0:-1] for sign in signs if sign[0] == level]
     if not named:
-        return Verdict(level="ok", reason="no head shows anything")
+        measured = any(math.isfinite(x.value) for x in (now.bias, now.error, now.logit, now.growth))
+        return Verdict(level="ok", reason="no head shows anything" if measured else UNMEASURED)
     return Verdict(level=named[0][0], reason="; ".join(text for _, text in named))
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron_cpu import single_rank
+from megatron_cpu import VOCAB, single_rank, tiny_run
 
+from megatron_patch.model.build import build_model
 from megatron_patch.report import collect, report
 from megatron_patch.runtime.watcher import Pin, Stop
 from megatron_patch.stability import AttentionMonitor, MonitorOptions, record
@@ -223,6 +224,45 @@ def test_what_cannot_be_watched_is_refused(tmp_path):
         loop(tmp_path, options=MonitorOptions(guard="switch"))
     with pytest.raises(ValueError, match="interval"):
         loop(tmp_path, options=MonitorOptions(interval=0))
+
+
+def test_a_model_in_which_nothing_would_be_watched_is_refused(tmp_path):
+    """It was told `ok (no head shows anything)` for ever, whatever its attention did."""
+
+    class Around(torch.nn.Module):  # as Core's LLaVAModel is
+        def __init__(self) -> None:
+            super().__init__()
+            (self.language_model,) = build_model(tiny_run(), vocab_size=VOCAB).chunks
+            self.config = self.language_model.config
+
+    with pytest.raises(ValueError, match=r"no core attention in .* of Around: nothing would be"):
+        AttentionMonitor([Around()], directory=tmp_path)
+    AttentionMonitor([Around()], directory=tmp_path, options=MonitorOptions(enabled=False))
+    with pytest.raises(ValueError, match=r"Net is no model of Megatron-Core; name its attention"):
+        AttentionMonitor(Net(), directory=tmp_path)
+
+
+def test_attention_that_is_not_called_as_it_is_watched_is_told_of(tmp_path):
+    """And again when it is seen no more: calls in a CUDA graph, or with a padding mask, are not."""
+    said: list[str] = []
+    model, blind = Net(), torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watched = watch(model, r"blocks\.\d+\.attend", heads=H, kv_heads=KV)
+    monitor = AttentionMonitor(
+        watched, optimizer, directory=tmp_path, options=EVERY, log=said.append
+    )
+    for step in range(1, 7):
+        monitor.before_step(step)
+        loss = (model if step in (3, 4) else blind)(torch.randn(B, S, 16)).square().mean()
+        loss.backward()
+        monitor.grads_reduced()
+        monitor.after_step(step, loss=loss)
+    monitor.finish(6)
+    monitor.close()
+    lines = [line for line in said if "attention:" in line]
+    unknown = "attention: ok (no head was measured, nothing is known of attention)"
+    known = "attention: ok (no head shows anything)"
+    assert lines == [f"step 1: {unknown}", f"step 3: {known}", f"step 5: {unknown}"]
 
 
 @pytest.mark.parametrize("implementation", ["stable_attention", "sdpa"])

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_patch.stability.warning import (
     NOWHERE,
+    UNMEASURED,
     Point,
     Rule,
     Spot,
@@ -25,7 +26,7 @@ RULE = Rule(settle_steps=2000)
 def calm(steps: int, interval: int = INTERVAL) -> list[Point]:
     """Records of a run that shows nothing."""
     return [
-        Point(step=s, loss=3.0, grad_norm=0.27, grad_norm_max=0.3)
+        Point(step=s, loss=3.0, grad_norm=0.27, grad_norm_max=0.3, logit=Spot(30.0, 1, 8))
         for s in range(interval, steps + 1, interval)
     ]
 
@@ -54,6 +55,14 @@ def test_a_rising_gradient_norm_is_no_sign_of_attention():
     points = [replace(p, grad_norm=p.grad_norm * 1.1**i) for i, p in enumerate(calm(4000))]
     assert {v.level for v in verdicts(points, RULE)} == {"ok"}
     assert judge(points, RULE).reason == "no head shows anything"
+
+
+def test_a_record_without_measurements_is_not_taken_for_a_healthy_one():
+    blind = [replace(p, logit=NOWHERE) for p in calm(200)]
+    assert judge(blind, RULE).line() == f"attention: ok ({UNMEASURED})"
+    for name in ("bias", "error", "logit", "growth"):
+        seen = [*blind[:-1], replace(blind[-1], **{name: Spot(1e-9, 0, 0)})]
+        assert judge(seen, RULE).reason == "no head shows anything"
 
 
 def test_not_finite_is_danger_at_once():
