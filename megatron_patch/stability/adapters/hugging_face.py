@@ -36,30 +36,29 @@ def attention_callback(model: Any, **options: Any) -> Any:
         kv_heads=getattr(text, "num_key_value_heads", None), inputs_order="bhsd",
         library="compensated" if name == "stable_attention" else "",
     )  # fmt: skip
-    monitor, plain, losses = AttentionMonitor(watched, **options), FUNCTIONS[name], []  # type: ignore[var-annotated]
-    saves = Saves()
-
-    def keep_loss(module: Any, args: Any, output: Any) -> None:
-        if module.training and getattr(output, "loss", None) is not None:
-            losses.append(output.loss.detach())
+    monitor, plain = AttentionMonitor(watched, **options), FUNCTIONS[name]
+    losses, saves = _Losses(), Saves()
 
     class Callback(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-            self.handle, self.stop = model.register_forward_hook(keep_loss), None
+            self.handle = model.register_forward_hook(losses.keep, with_kwargs=True)
+            self.stop = None
+            self.norm: Any = None
             monitor.resume(state.global_step)
             FUNCTIONS[name] = monitor.observer.around(plain, watched.sites)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-            losses.clear()
+            losses.parts = []
             monitor.before_step(state.global_step + 1)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             monitor.grads_reduced()
+            self.norm = None if losses.parts else _norm(model, args)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             (rate, *_), step = named["lr_scheduler"].get_last_lr(), state.global_step
-            loss = torch.stack(losses).mean() if losses else 0.0
-            actions = monitor.switched(monitor.after_step(step, loss=loss, lr=rate))
+            found = monitor.after_step(step, loss=losses.whole(), grad_norm=self.norm, lr=rate)
+            actions = monitor.switched(found)
             control.should_save |= saves.due(actions, interval=monitor.options.interval)
             for action in actions:
                 self.stop = getattr(action, "error", self.stop)
@@ -74,6 +73,35 @@ def attention_callback(model: Any, **options: Any) -> Any:
                 raise self.stop
 
     return Callback()
+
+
+class _Losses:
+    """Loss of a step, from those of its micro-batches."""
+
+    def __init__(self) -> None:
+        self.parts: list[torch.Tensor] = []
+        self._together = False
+
+    def keep(self, module: Any, args: Any, named: Any, output: Any) -> None:
+        """A forward hook of the model."""
+        if module.training and getattr(output, "loss", None) is not None:
+            self.parts.append(output.loss.detach())
+            # A sum over the tokens of a micro-batch, divided by those of all of them.
+            self._together = named.get("num_items_in_batch") is not None
+
+    def whole(self) -> torch.Tensor | float:
+        """0 where the model returned none: label smoothing, or a loss function of the Trainer's."""
+        if not self.parts:
+            return 0.0
+        every = torch.stack(self.parts)
+        return every.sum() if self._together else every.mean()
+
+
+def _norm(model: Any, args: Any) -> torch.Tensor | None:
+    """Of gradients, which alone show NaN where no loss is known; those of fp16 overflow, too."""
+    if getattr(args, "fp16", False):
+        return None
+    return torch.nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None])
 
 
 def _read(site: Any, args: Any, named: Any, output: torch.Tensor) -> Seen | None:
