@@ -83,6 +83,9 @@ def _clip(chunk: Any, attention: Any) -> None:
     if not sharded or not bool(above.any()):
         return
     for weight, scale, main in sharded:
+        place = _place(chunk, weight)
+        if place is None:  # other ranks update all of it
+            continue
         if main is None:
             raise ValueError(
                 "qk_clip: the optimizer keeps no FP32 weights (use_precision_aware_optimizer); "
@@ -90,15 +93,15 @@ def _clip(chunk: Any, attention: Any) -> None:
             )
         # What the scaling does to ones are its factors.
         factors = scale(torch.ones_like(weight, dtype=torch.float32)).flatten()
-        first, last = _place(chunk, weight)
-        main.view(-1).mul_(factors[first:last])
+        main.view(-1).mul_(factors[slice(*place)])
 
 
-def _place(chunk: Any, weight: torch.nn.Parameter) -> tuple[int, int]:
-    """First and last value of the flat weight that this rank's optimizer updates."""
+def _place(chunk: Any, weight: torch.nn.Parameter) -> tuple[int, int] | None:
+    """First and last value of the flat weight that this rank's optimizer updates; None: it updates
+    none of it."""
     for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         for parameter, low, high in own_values(buffer):
             if parameter is weight:
                 begin = buffer.param_index_map[parameter][0]
                 return low - begin, high - begin
-    raise AssertionError("the optimizer has a shard of the weight")
+    return None

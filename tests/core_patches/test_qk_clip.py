@@ -133,6 +133,18 @@ def test_the_shard_of_the_distributed_optimizer_is_scaled_like_the_weight(rank):
     assert torch.equal(kept, weight.main_param)
 
 
+def test_a_rank_that_updates_nothing_of_the_weight_scales_what_it_has():
+    """Core says of every 16-bit weight that it is sharded, and gives a shard to who has one."""
+    chunk = hybrid(bf16=True)
+    weight, _ = with_shard(chunk, 0)
+    weight.main_param = None
+    chunk.buffers[0].buckets[0].grad_data = torch.empty(2 * 64)  # ends before the weight
+    forward(chunk)
+    before = weight.detach().clone()
+    clip_qk([chunk])
+    assert weight.main_param is None and not torch.equal(before, weight)
+
+
 def test_an_optimizer_without_weights_to_scale_is_refused():
     chunk = hybrid(bf16=True)
     weight, _ = with_shard(chunk, 0)
