@@ -170,14 +170,17 @@ def _use_own_groups(part: Any, loaded: dict[str, Any], step: int) -> None:
 def _check_main(part: Any, model_param: Any, main: torch.Tensor) -> None:
     """Whether loaded main weights, rounded, are the weights that were loaded into the model.
 
+    Or as near as a step whose QK-Clip has scaled both leaves them: it rounds weights once more.
+
     Raises CheckpointError: they are other elements'; training on would replace the model by noise.
     """
     span = part._get_model_param_range_map(model_param)["param"]
     weights = model_param.detach().view(-1)[span.start : span.end]
     rounded = main.detach().to(weights)
+    kind = torch.finfo(weights.dtype)
     # Weights may hold a NaN, where training.check_finite lets one in; it is equal to itself here.
-    if rounded.shape != weights.shape or not bool(
-        ((rounded == weights) | (rounded.isnan() & weights.isnan())).all()
+    if rounded.shape != weights.shape or not torch.allclose(
+        rounded.float(), weights.float(), rtol=2 * kind.eps, atol=kind.tiny, equal_nan=True
     ):
         raise CheckpointError(
             "its optimizer state does not belong to its weights: Megatron-Core 0.19.2, used as it "

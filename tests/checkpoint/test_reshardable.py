@@ -37,6 +37,17 @@ def test_weights_that_are_not_finite_are_their_own(value):
             optimizer_state._check_main(part, weights, torch.tensor(other))
 
 
+def test_weights_that_were_scaled_beside_their_main_weights_are_their_own():
+    main = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    span = {"param": SimpleNamespace(start=0, end=1000)}
+    part = SimpleNamespace(_get_model_param_range_map=lambda param: span)
+    weights = main.bfloat16() * 0.9
+    assert not torch.equal(weights, (main * 0.9).bfloat16())
+    optimizer_state._check_main(part, weights, main * 0.9)
+    with pytest.raises(CheckpointError, match="does not belong to its weights"):
+        optimizer_state._check_main(part, weights, main * 0.93)
+
+
 def test_no_rank_holds_more_than_its_share(ranks, tmp_path):
     """12 bytes a parameter, divided by the ranks, and at most one more parameter at a cut."""
     changes = {"layout": "dp", "model": {"num_layers": 4, "hidden_size": 64}}
