@@ -1,17 +1,20 @@
 """QK-Clip of Megatron-Core for every model and optimizer: `clip_qk` stands for core's.
 
 Core's reads ``self_attention`` of every layer, which layers without attention lack (hybrids), and
-reshapes ``main_param`` as a whole weight, of which the distributed optimizer has a flat shard. It
-returns the largest logit of one tensor and pipeline rank; this one that of the model.
+reshapes ``main_param`` as a whole weight, of which the distributed optimizer has a flat shard. Of
+fused projections it takes a tensor-parallel rank's rows for those of all ranks. It returns the
+largest logit of one tensor and pipeline rank; this one that of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from megatron_patch.core_patches.replace import patched
 from megatron_patch.parallel.buffers import own_values
 
 _CLIPPED = {
@@ -51,6 +54,10 @@ def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
     for chunk, attention in found:
         if log_max_only:
             attention.core_attention.current_max_attn_logits = None
+        elif hasattr(attention, "linear_qkv"):
+            _share_groups(attention)
+            with patched((attention, "_clip_linear_qkv", partial(_scale_rows, attention))):
+                _clip(chunk, attention)
         else:
             _clip(chunk, attention)
     return float(largest)
@@ -64,6 +71,36 @@ def _measured(chunk: Any) -> list[Any]:
         if hasattr(module, "clip_qk")
         and getattr(module.core_attention, "current_max_attn_logits", None) is not None
     ]
+
+
+def _share_groups(attention: Any) -> None:
+    """Where ranks share a query group, give each its largest logit, as core counts heads there: all
+    of the group. Collective."""
+    tp, groups = attention.pg_collection.tp, attention.config.num_query_groups
+    if tp.size() <= groups:
+        return
+    core = attention.core_attention
+    logits = core.current_max_attn_logits
+    every = [torch.empty_like(logits) for _ in range(tp.size())]
+    torch.distributed.all_gather(every, logits, group=tp)
+    largest = torch.stack(every).view(groups, -1).amax(1)[tp.rank() * groups // tp.size()]
+    core.current_max_attn_logits = largest.repeat(attention.num_attention_heads_per_partition)
+
+
+def _scale_rows(attention: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Scale this tensor-parallel rank's rows of a fused projection, in place.
+
+    A group's rows are those of its queries, of its key and of its value; ranks that share a group
+    have a part of them each.
+    """
+    config, eta = attention.config, attention.qk_clip_balancing_eta.view(-1, 1)
+    width, alpha = attention.hidden_size_per_attention_head, config.qk_clip_alpha
+    queries = config.num_attention_heads // config.num_query_groups * width
+    parts = eta.pow(alpha).expand(-1, queries), eta.pow(1 - alpha).expand(-1, width)
+    factors = torch.cat([*parts, torch.ones_like(eta).expand(-1, width)], dim=1)
+    tp = attention.pg_collection.tp
+    sharing = max(1, tp.size() // config.num_query_groups)
+    return weight.mul_(factors.view(sharing, -1)[tp.rank() % sharing].unsqueeze(1))
 
 
 def _clip(chunk: Any, attention: Any) -> None:
