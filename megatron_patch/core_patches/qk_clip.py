@@ -105,7 +105,11 @@ def _scale_rows(attention: Any, weight: torch.Tensor) -> torch.Tensor:
 
 def _clip(chunk: Any, attention: Any) -> None:
     """Core's clip of the weights, and the same of the shards that the optimizer updates."""
-    above = attention.core_attention.current_max_attn_logits > attention.config.qk_clip_threshold
+    logits = attention.core_attention.current_max_attn_logits
+    threshold = attention.config.qk_clip_threshold
+    above = logits > threshold
+    # Core takes the square root of their quotient, which a head without a positive logit has not.
+    logits.clamp_(min=threshold)
     sharded: list[tuple[Any, Callable[..., Any], Any]] = []
     for name, method in _CLIPPED.items():
         weight: Any = getattr(getattr(attention, name, None), "weight", None)

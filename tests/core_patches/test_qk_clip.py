@@ -91,6 +91,20 @@ def test_a_layer_without_attention_is_no_hindrance(backend, bf16):
     assert clip_qk([chunk]) == 0.0  # nothing was measured since
 
 
+def test_a_head_whose_logits_are_all_negative_is_left_alone():
+    """Beside one that is above the threshold its weights became NaN."""
+    chunk = hybrid()
+    attention = forward(chunk)
+    logits, weight = attention.core_attention.current_max_attn_logits, attention.linear_qkv.weight
+    logits.copy_(torch.tensor([-3.0, -1.0] + [4.0] * (HEADS - 2)))
+    before = weight.detach().clone().view(GROUPS, -1, HIDDEN)
+    assert clip_qk([chunk]) == 4.0
+    after = weight.detach().view(GROUPS, -1, HIDDEN)
+    assert torch.equal(after[0], before[0]) and after.isfinite().all()
+    queries = HEADS // GROUPS * HIDDEN // HEADS
+    torch.testing.assert_close(after[1][:queries], before[1][:queries] / 2)
+
+
 def with_shard(chunk: Any, rank: int) -> Any:
     """The chunk as the distributed optimizer of one of two ranks leaves it: a flat FP32 shard."""
     weight = chunk.module.module.decoder.layers[1].self_attention.linear_qkv.weight
