@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from megatron_patch.checkpoint import content, hf_config, hf_weights, inspect, writer
-from megatron_patch.checkpoint.errors import BadCheckpoint, MismatchError, no_checkpoint
+from megatron_patch.checkpoint.errors import BadCheckpoint, MismatchError, causes, no_checkpoint
 from megatron_patch.checkpoint.inspect import RequestError
 from megatron_patch.checkpoint.safe_metadata import read_metadata
 from megatron_patch.checkpoint.store import CheckpointStore, Found
@@ -51,6 +51,24 @@ class Imported:
     tree: dict[str, Any]
     """The sections of a configuration that start from it; defaults are left out."""
     notes: list[str]
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Full, read-only and failing disks end in a RequestError; reading reports its own."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch's writer, which cannot finish an archive after that, says what it expected.
+        cause = next((c for c in causes(error) if isinstance(c, OSError | SafetensorError)), None)
+        if cause is None:
+            raise
+        raise RequestError(
+            f"--out {out} cannot be written ({getattr(cause, 'strerror', None) or cause}): put it "
+            "right, remove what is there, and run the same command again"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -218,12 +236,13 @@ def _commit(
 ) -> Path:
     state = content.model_state(_parts(model), content.core_metadata("fully_reshardable"))
     attempt = store.begin(0)
-    plan = writer.plan(state | {"run": run}, attempt.path)
-    plan.stage(copy=False)
-    plan.write()
-    digests = store.hash_files(attempt, plan.names)
-    digests |= store.hash_files(attempt, plan.finish([plan.results], attempt.path))
-    return store.commit(attempt, digests, info)
+    with _writing(store.root):
+        plan = writer.plan(state | {"run": run}, attempt.path)
+        plan.stage(copy=False)
+        plan.write()
+        digests = store.hash_files(attempt, plan.names)
+        digests |= store.hash_files(attempt, plan.finish([plan.results], attempt.path))
+        return store.commit(attempt, digests, info)
 
 
 def _fitting(path: Path, model: ModelConfig, tokenizer: TokenizerConfig) -> dict[str, Any]:
@@ -319,16 +338,18 @@ def _export(found: Found, out: Path, vocab_size: int | None, shard: int) -> list
     ids = _rows(tokenizer, rows, vocab_size, info.get("vocabulary"))
     values = hf_config.write(model, vocab_size=ids, precision=precision)
     family = str(values["model_type"])
-    out.mkdir(parents=True, exist_ok=True)
-    where = hf_weights.write(out, hf_weights.pieces(whole, model, family, ids), shard=shard)
     text = json.dumps(values | _end_of_document(tokenizer), indent=2)
-    (out / "config.json").write_text(text + "\n", encoding="utf-8")
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        where = hf_weights.write(out, hf_weights.pieces(whole, model, family, ids), shard=shard)
+        (out / "config.json").write_text(text + "\n", encoding="utf-8")
+        copied = _copy_tokenizer(tokenizer, out)
     count = len(set(where.values()))
     what = f"{family}, {precision}, {len(where):,} tensors in {count} file(s)"
     lines = [f"{what}, from step {found.manifest.step:,}"]
     if rows > ids:
         lines.append(f"vocabulary: {rows - ids:,} padded rows of {rows:,} left out")
-    return lines + _copy_tokenizer(tokenizer, out)
+    return lines + copied
 
 
 def _find(source: Path, key: bytes | None) -> Found:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from full_disk import file_size_limit
 from megatron_cpu import MLA, tiny_run
 from rank_pool import convert, save
 
@@ -117,6 +119,21 @@ def test_bfloat16_in_several_files(tmp_path):
         hf.export_model(found.path, tmp_path / "out")
     with pytest.raises(RequestError, match="--vocab-size 300: the embedding has 256 rows"):
         hf.export_model(found.path, tmp_path / "more", vocab_size=300)
+
+
+def test_a_full_disk_is_named_and_the_command_can_be_repeated(tmp_path):
+    source, room = made(tmp_path / "in", "llama"), 20_000
+    what = r"--out .* cannot be written \(.*File too large.*\): put it right, remove what is there"
+    with file_size_limit(room), pytest.raises(RequestError, match=what):
+        hf.import_model(source, tmp_path / "full")
+    found = hf.import_model(source, tmp_path / "checkpoints")
+    with file_size_limit(room), pytest.raises(RequestError, match=what):
+        hf.export_model(found.path, tmp_path / "out")
+    for place in (tmp_path / "in" / "config.json" / "x", Path("/proc/x")):  # no directory
+        with pytest.raises(RequestError, match=r"--out .* cannot be written"):
+            hf.export_model(found.path, place)
+    shutil.rmtree(tmp_path / "out")
+    hf.export_model(found.path, tmp_path / "out")
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path):
