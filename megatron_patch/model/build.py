@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_layer_specs,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -236,6 +237,19 @@ def _chunk(
         vp_stage=vp_stage,
     )
     mark_sinks(chunk)
+    if model.moe is not None and model.add_bias_linear:
+        _keep_experts_apart(chunk)
     if is_compiled(config) and config.recompute_granularity != "full":
         residual.join(chunk.decoder)
     return chunk if run.training.device == "cpu" else chunk.cuda(torch.cuda.current_device())
+
+
+def _keep_experts_apart(chunk: GPTModel) -> None:
+    """Leave the reduction out that sums nothing: biases of experts are not split over ranks.
+
+    Core adds them in place to what it returned, which autograd forbids. Over several ranks of
+    experts core leaves it out itself.
+    """
+    for module in chunk.modules():
+        if isinstance(module, RowParallelLinear) and module.is_expert:
+            module.explicit_expert_comm = True
