@@ -108,6 +108,8 @@ def add_optimizer(
             is_loading=loading,
             metadata=core_metadata(optimizer_sharding),
         )
+    if loading:
+        optimizer_state.without_groups(parts.optimizer, state["optimizer"])
 
 
 def check_options(

@@ -114,7 +114,7 @@ def settings_of_empty_parts(optimizer: Any) -> Iterator[None]:
     empty = [
         part
         for part in parts(optimizer)
-        if hasattr(part, "sharded_param_state_fully_reshardable")
+        if _is_sharded(part)
         and _is_empty(part)
         and isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))
     ]
@@ -144,6 +144,33 @@ def _groups(part: Any) -> list[dict[str, Any]]:
     ]
 
 
+def without_groups(optimizer: Any, request: dict[Any, Any]) -> None:
+    """Take parameter groups out of what is asked for; `load` puts the optimizer's own there.
+
+    Core merges lists of groups by their numbers. Where experts are spread over ranks they have
+    groups, or an optimizer, of their own, so that the lists of a file may be shorter or longer.
+    """
+    owners = parts(optimizer)
+    asked = [request] if len(owners) == 1 else [request[index] for index in range(len(owners))]
+    for part, state in zip(owners, asked, strict=True):
+        if not _is_sharded(part):
+            state.get("optimizer", state).pop("param_groups", None)
+
+
+def _is_sharded(part: Any) -> bool:
+    """Whether it is a DistributedOptimizer, which holds slices of parameters."""
+    return hasattr(part, "sharded_param_state_fully_reshardable")
+
+
+def _use_own_step(part: Any, holder: dict[str, Any], step: int) -> None:
+    """Put the step where core looks for it: the file may have it under another part's number."""
+    state = holder.get("state")
+    if isinstance(state, dict):
+        state.pop("common_step", None)
+        if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            state["common_step"] = torch.tensor(float(step), dtype=torch.float32)
+
+
 def _use_own_groups(part: Any, loaded: dict[str, Any], step: int) -> None:
     """Replace the loaded parameter groups by the optimizer's own, with the loaded step.
 
@@ -153,12 +180,14 @@ def _use_own_groups(part: Any, loaded: dict[str, Any], step: int) -> None:
     # A DistributedOptimizer keeps its settings one level down, also where the writer had none: on
     # one rank the experts share the dense optimizer, spread over ranks they have their own.
     # A rank that holds no element of any parameter asked for none of their state.
-    sharded = hasattr(part, "sharded_param_state_fully_reshardable")
+    sharded = _is_sharded(part)
     if sharded:
         loaded.setdefault("param_state", {})
         loaded.setdefault("optimizer", {})
         loaded.setdefault("param_state_sharding_type", "fully_reshardable")
     holder = loaded["optimizer"] if sharded else loaded.get("optimizer", loaded)
+    if not sharded:
+        _use_own_step(part, holder, step)
     indices = [group["params"] for group in part.optimizer.state_dict()["param_groups"]]
     groups = copy.deepcopy(_groups(part))
     for group, parameters in zip(groups, indices, strict=True):

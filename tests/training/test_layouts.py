@@ -140,3 +140,34 @@ def test_a_stage_without_experts_is_saved_and_resumes(folder, corpus):
         figures(folder / "runs" / name) for name in ("stage", "stage_resumed", "stage_moved")
     )
     assert resumed == whole and list(left) == STEPS
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_experts_are_spread_over_other_ranks(tmp_path, corpus, optimizer):
+    """Their parameters have groups, or an optimizer, of their own over several ranks only."""
+    if optimizer == "muon":
+        pytest.importorskip("emerging_optimizers")
+    model = [*MOE, *IN_BF16, "model.num_layers=2", f"optimizer.name={optimizer}"]
+    whole, spread = [*model, f"{DIST_OPT}=false"], [*model, f"{DIST_OPT}=false", f"{EP}=2"]
+    stop = f"training.exit_at_step={START}"
+    plan = [
+        run("one", stop, *whole, ranks=1),
+        run("one", *whole, ranks=1),
+        run("to_ranks", *spread, f"checkpoint.load_from=one@{START}"),
+        run("ranks", stop, *spread),
+        run("ranks", *spread),
+        run("to_one", *whole, f"checkpoint.load_from=ranks@{START}", ranks=1),
+    ]
+    if optimizer == "muon":  # sharded by whole matrices
+        plan += [
+            run("sharded", stop, *model, ranks=1),
+            run("to_sharded", *model, f"{EP}=2", f"checkpoint.load_from=sharded@{START}"),
+        ]
+    results = run_ranks(tmp_path, corpus, 2, plan)
+    assert {(rank["code"], rank.get("error")) for one in results for rank in one} == {(0, None)}
+    found = {name: figures(tmp_path / "runs" / name) for name in ("one", "ranks")}
+    pairs = {"to_ranks": "one", "to_one": "ranks"}
+    pairs |= {"to_sharded": "one"} if optimizer == "muon" else {}
+    for name, source in pairs.items():
+        moved = figures(tmp_path / "runs" / name)
+        assert list(moved) == STEPS and distance(moved, found[source], STEPS) < BF16
