@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib.util
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -230,6 +231,42 @@ def prepare_muon(chunks: list[Any]) -> None:
         for name, parameter in chunk.named_parameters():
             if name.endswith("position_embeddings.weight"):
                 parameter.is_embedding_or_output_parameter = True
+
+
+def split_shared_groups(chunks: list[Any], optimizer: Any) -> None:
+    """Let Muon take W_Q, W_K and W_V apart where tensor-parallel ranks share a query group, too.
+
+    Core does so where a rank has whole groups, and else takes the rows of all three for one matrix:
+    another update than that of one rank.
+    """
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+
+    shared = {
+        id(getattr(parameter, "main_param", parameter))
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if name.endswith("linear_qkv.weight") and not getattr(parameter, "is_qkv", False)
+    }
+    for part in optimizer.chained_optimizers:
+        inner = part.optimizer
+        if shared and isinstance(inner, TensorParallelMuon):
+            group = inner.pg_collection.tp
+            inner.orthogonalize = functools.partial(  # type: ignore[method-assign]
+                _of_whole_groups, inner.orthogonalize, shared, group
+            )
+
+
+def _of_whole_groups(
+    core: Any, shared: set[int], tp: Any, parameter: Any, grad: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Core's ``orthogonalize``, of ``shared`` weights as one rank does it. Collective over ``tp``
+    where the parameter is one of them."""
+    if id(parameter) not in shared:
+        return core(parameter, grad, **options)
+    rows = [torch.empty_like(grad) for _ in range(tp.size())]
+    torch.distributed.all_gather(rows, grad.contiguous(), group=tp)
+    whole = core(SimpleNamespace(is_qkv=True), torch.cat(rows), **options)
+    return whole.chunk(tp.size())[tp.rank()]
 
 
 def gather_on_gloo(optimizer: Any) -> None:

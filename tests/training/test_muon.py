@@ -40,6 +40,11 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     run("unclipped", 2, *BF16)
     run("whole", 1, *WHOLE)
     run("split", 2, *WHOLE, "parallel.tensor_model_parallel_size=2")
+    shared = ("model.num_query_groups=1",)
+    run("grouped", 1, *WHOLE, *shared)
+    run("shared", 2, *WHOLE, *shared, "parallel.tensor_model_parallel_size=2")
+    run("grouped16", 1, *BF16, *shared)
+    run("shared16", 2, *BF16, *shared, "parallel.tensor_model_parallel_size=2")
     run("other", 1, *BF16[1:], "checkpoint.load_from=one@4", "checkpoint.carry_over=[data]")
     run("narrower", 1, *BF16, "checkpoint.load_from=unclipped@2")
     results = run_ranks(folder, corpus, 2, list(runs.values()))
@@ -60,10 +65,14 @@ def test_a_resume_repeats_every_bit(chain):
 
 @pytest.mark.parametrize(
     ("name", "expected", "limit"),
-    [("unclipped", "one", 5e-3), ("narrower", "one", 5e-3), ("split", "whole", 1e-3)],
-)
+    [("unclipped", "one", 5e-3), ("narrower", "one", 5e-3), ("split", "whole", 1e-3),
+     ("shared", "grouped", 1e-3), ("shared16", "grouped16", 1e-3)],
+)  # fmt: skip
 def test_layouts_train_the_same(chain, name, expected, limit):
-    """Sharded over two ranks, loaded from them by one, and with split matrices."""
+    """Sharded over two ranks, loaded from them by one, and with split matrices.
+
+    With one query group both ranks have a part of W_Q, of W_K and of W_V; these are split as well.
+    """
     runs = chain[0] / "runs"
     found = figures(runs / name)
     assert distance(found, figures(runs / expected), sorted(found)) < limit
