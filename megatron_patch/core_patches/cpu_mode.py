@@ -212,6 +212,13 @@ def _all_to_all_single(
     )
 
 
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    """The backward pass with CPU mode on: torch calls ``backward`` itself with its mode off."""
+    with _CudaIsCpu():
+        return _original_run_backward(*args, **kwargs)
+
+
+_original_run_backward: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
 _original_all_reduce = torch.distributed.all_reduce
 _original_all_to_all_single = torch.distributed.all_to_all_single
 
@@ -249,6 +256,9 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "set_rng_state", _set_rng_state
     yield cuda.random, "get_rng_state", _get_rng_state
     yield cuda.random, "set_rng_state", _set_rng_state
+    # Recompute runs forward code inside the backward pass, where unfused attention makes a mask
+    # with device="cuda": "Torch not compiled with CUDA enabled".
+    yield torch.autograd, "_engine_run_backward", _run_backward
     # Averages of MoE and MTP losses: "Cannot use ReduceOp.AVG with Gloo".
     yield torch.distributed, "all_reduce", _all_reduce
     # The MoE dispatcher turns split sizes into Python numbers only where they live on a GPU: under

@@ -111,6 +111,18 @@ class TestInstalled:
         assert torch.equal(x.grad, out.detach())
         assert torch.equal(torch.get_rng_state(), state), "the backward must restore the stream"
 
+    def test_recompute_may_ask_for_the_gpu(self):
+        """As the mask of Megatron-Core's unfused attention does."""
+        from megatron.core.tensor_parallel import checkpoint
+
+        def masked(x):
+            assert torch.ones(1).type() == "torch.cuda.FloatTensor", "the mode is on, once"
+            return x * torch.ones(3, device="cuda")
+
+        x = torch.ones(3, requires_grad=True)
+        checkpoint(masked, False, x).sum().backward()
+        assert torch.equal(x.grad, torch.ones(3))
+
     def test_a_fork_is_not_reported_as_a_leak(self, caplog):
         with caplog.at_level(logging.WARNING):
             in_tensor_parallel_region(torch.ones(4))
