@@ -21,7 +21,31 @@ from megatron_patch.core_patches.weight_gradient import accumulate
 from stable_attention.once import once_differentiable
 
 
-class GroupedMLP(SequentialMLP):
+class Experts(SequentialMLP):
+    """Core's, whose first weights on a CPU do not depend on the ranks they are spread over.
+
+    There a rank draws every matrix whole, so that weights do not depend on tensor parallelism; of
+    experts core draws this rank's only: those of all ranks would be the same.
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, *args: Any, **options: Any) -> None:
+        rank = options["pg_collection"].ep.rank()
+        _pass_over(config, rank * num_local_experts)
+        super().__init__(num_local_experts, config, *args, **options)
+        _pass_over(config, config.num_moe_experts - (rank + 1) * num_local_experts)
+
+
+def _pass_over(config: Any, experts: int) -> None:
+    """Draw what the weights of other ranks' experts are, and drop it."""
+    if not (config.use_cpu_initialization and config.perform_initialization):
+        return
+    width, hidden = config.moe_ffn_hidden_size, config.hidden_size
+    for _ in range(experts):
+        config.init_method(torch.empty((1 + config.gated_linear_unit) * width, hidden))
+        config.output_layer_init_method(torch.empty(hidden, width))
+
+
+class GroupedMLP(Experts):
     """Experts without biases, in 16 or 32 bits."""
 
     def forward(

@@ -33,7 +33,7 @@ from megatron_patch.attention.replace import (
 )
 from megatron_patch.core_patches import quiet, residual
 from megatron_patch.core_patches.cross_entropy import is_compiled
-from megatron_patch.core_patches.experts import GroupedMLP
+from megatron_patch.core_patches.experts import Experts, GroupedMLP
 from megatron_patch.core_patches.gpt import GPTModel
 from megatron_patch.core_patches.mla import MLASelfAttention
 from megatron_patch.core_patches.norms import norm_class
@@ -178,8 +178,8 @@ def _with_our_modules(run: RunConfig, spec: Any) -> Any:
     def decide(name: str, value: Any) -> Any:
         if name == "module" and value is multi_latent_attention.MLASelfAttention:
             return MLASelfAttention
-        if name == "experts" and groups_experts(run) and module_class(value) is SequentialMLP:
-            return partial(GroupedMLP, **value.keywords)
+        if name == "experts" and module_class(value) is SequentialMLP:
+            return partial(GroupedMLP if groups_experts(run) else Experts, **value.keywords)
         if name not in _NORM_FIELDS or value is None or module_class(value) in (IdentityOp, L2Norm):
             return KEEP
         last = _ALONG_THE_STREAM.get(name)

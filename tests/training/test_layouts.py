@@ -171,3 +171,16 @@ def test_experts_are_spread_over_other_ranks(tmp_path, corpus, optimizer):
     for name, source in pairs.items():
         moved = figures(tmp_path / "runs" / name)
         assert list(moved) == STEPS and distance(moved, found[source], STEPS) < BF16
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_experts_of_several_ranks_begin_as_those_of_one(tmp_path, corpus, activation):
+    """Every rank drew the same weights for its experts."""
+    keys = [*MOE, "model.num_layers=2", f"model.activation={activation}", "training.train_steps=3"]
+    keys += ["training.grouped_experts=false"] * (activation == "gelu")
+    results = run_ranks(
+        tmp_path, corpus, 2, [run("one", *keys, ranks=1), run("ranks", *keys, f"{EP}=2")]
+    )
+    assert [rank["code"] for one in results for rank in one] == [0] * 3
+    one, ranks = (figures(tmp_path / "runs" / name) for name in ("one", "ranks"))
+    assert distance(ranks, one, [1, 2, 3]) < FP32
