@@ -82,7 +82,10 @@ class KeySums:
             return
         total = gradient.sum(0, dtype=torch.float32)  # [b, kv, d]
         size = torch.linalg.vector_norm(gradient, dim=(0, 1, 3), dtype=torch.float32)
-        kind = _Kind(name, seen.q.shape[2], total.shape, torch.finfo(gradient.dtype).eps)
+        # Under autocast the gradient of a float32 k holds values of the dtype that k was cast to.
+        dtypes = gradient.dtype, getattr(seen, name).dtype
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        kind = _Kind(name, seen.q.shape[2], total.shape, eps)
         self._found.setdefault(kind, {})[seen.site.layer] = total, size
 
     @torch.no_grad()

@@ -30,6 +30,7 @@ from megatron_patch.attention.capabilities import OURS
 from megatron_patch.context_parallel.packed import documents_of
 from megatron_patch.parallel.buffers import unwrap
 from megatron_patch.stability.sampling import Geometry
+from stable_attention.ops import under_autocast
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
 _CORE_NAMES = {row.module[1]: row.name for row in BACKENDS.values() if row.module}
@@ -137,8 +138,9 @@ def seen_call(
     ``more``: ``dropout_p``, ``sinks``, ``softcap`` of `Seen`; scale default: 1 / sqrt(head dim).
     """
     sizes = [[x.shape[site.inputs_order.index(axis)] for axis in "sbhd"] for x in (q, k, v)]
-    parts = zip((q, k, v), sizes, strict=True)
-    three = [to_sbhd(x.detach(), site.inputs_order, size) for x, size in parts]
+    # Autocast rounds them inside the call: what is compared with O is attention of those.
+    used = under_autocast(q, k, v) if output.element_size() == 2 else (q, k, v)
+    three = [to_sbhd(x.detach(), site.inputs_order, n) for x, n in zip(used, sizes, strict=True)]
     geometry = Geometry(scale=scale or sizes[0][3] ** -0.5, causal=causal, window=window)
     return Seen(
         site=site, q=three[0], k=three[1], v=three[2], inputs=(k, v), low=None, max_logits=None,
