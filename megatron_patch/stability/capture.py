@@ -316,6 +316,8 @@ class Capturer:
     def _take(self, step: int, wanted: Wanted, seen: Seen, dout: torch.Tensor) -> None:
         """Collective over the context-parallel group, whose first rank writes, and of those first
         ranks over the tensor-parallel group."""
+        if not _fits_a_file(seen, step):
+            return
         b = min(SEQUENCES, seen.q.shape[1])
         h, kv = seen.q.shape[2], seen.k.shape[2]
         first = self._groups.tp_rank * h
@@ -370,6 +372,18 @@ class Capturer:
         # Inside the backward pass of one rank: the others would wait for it for ever.
         if self._best_effort.attempt(lambda: found.save(path)):
             self.saved.append(path)
+
+
+def _fits_a_file(seen: Seen, step: int) -> bool:
+    """Whether `probe` can judge what a file holds of a call; logs why not."""
+    why = ""
+    if seen.softcap:
+        why = "its logits go through a softcap, of which a capture does not tell"
+    elif (queries := seen.q.shape[0]) != (keys := seen.k.shape[0]):
+        why = f"it has {queries} queries and {keys} keys, a capture as many of both"
+    if why:
+        log.warning("layer %d is not captured at step %d: %s", seen.site.layer, step, why)
+    return not why
 
 
 def triggers_in(folder: Path) -> set[str]:

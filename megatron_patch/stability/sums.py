@@ -65,6 +65,8 @@ class _Call:
     layer: int
     source: _Source
     shapes: tuple[Any, ...]
+    tokens: int
+    """Of Q; those of K are others in cross attention."""
     q: torch.Tensor  # [r, b, h, d]
     k: torch.Tensor  # [s, b, kv, d]
     v: torch.Tensor  # [s, b, kv, dv]
@@ -163,6 +165,7 @@ class HeadSums:
             layer=seen.site.layer,
             source=source,
             shapes=(*shapes, seen.low is None, seen.sinks is None, top is None),
+            tokens=seen.q.shape[0],
             q=pieces[0][rows],
             k=pieces[1],
             v=pieces[2],
@@ -199,7 +202,7 @@ class HeadSums:
             sinks = every_sink.repeat_interleave(b, 0)
         facts = measure(
             *(q, k, v, dout),
-            sampled=self._sample(k.shape[0], source.geometry),
+            sampled=self._sample(calls[0].tokens, source.geometry),
             geometry=source.geometry,
             sinks=sinks,
             plain=source.exact,

@@ -1,9 +1,11 @@
-"""The monitor on attention of other programs, on a CPU: under autocast."""
+"""The monitor on attention of other programs, on a CPU: under autocast, cross attention."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,9 @@ from megatron_cpu import single_rank
 
 from megatron_patch.stability import AttentionMonitor, MonitorOptions, record
 from megatron_patch.stability.adapters.torch_loop import watch
+from megatron_patch.stability.capture import CaptureFile, Capturer, Wanted
+from megatron_patch.stability.observe import Seen
+from megatron_patch.stability.sampling import Geometry
 
 H, S, D = 2, 96, 16
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -69,3 +74,55 @@ def test_inputs_that_autocast_rounds_are_no_error_of_attention(tmp_path):
     for name, values in wide.items():
         assert np.array_equal(values, narrow[name], equal_nan=True), name
     assert (wide["dk_sum"] < 30).all() and (wide["used_error_rms"] > 0).all()
+
+
+@pytest.mark.parametrize("keys", [300, S, 3])
+def test_cross_attention_of_any_number_of_keys(tmp_path, keys, caplog):
+    """Fewer keys than sampled rows ended the training in an error inside the backward pass; what
+    was captured of other numbers of keys than queries could not be read."""
+
+    class Attend(torch.nn.Module):
+        def forward(self, *qkv: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(*qkv)
+
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Attend()])})
+    options = MonitorOptions(interval=1, capture_steps=[1], capture_layers=[0])
+    q = torch.randn(1, H, S, D, dtype=torch.bfloat16, requires_grad=True)
+    k = torch.randn(1, H, keys, D, dtype=torch.bfloat16, requires_grad=True)
+
+    def step(folder: Path, *, causal: bool) -> None:
+        where = torch.nn.ParameterList([q])
+        watched = watch(model, r"layers\.0", heads=H, order="bhsd", causal=causal)
+        monitor = AttentionMonitor(
+            dataclasses.replace(watched, roots=[where]), directory=folder, options=options
+        )
+        monitor.before_step(1)
+        loss = model["layers"][0](q, k, k).float().square().mean()
+        loss.backward()
+        monitor.after_step(1, loss=loss)
+        monitor.finish(1)
+        monitor.close()
+
+    step(tmp_path, causal=False)
+    heads = record.read(tmp_path).heads
+    p = (q.float() @ k.float().mT / D**0.5).softmax(-1)
+    assert np.allclose(heads["top_mass"][0, 0], p.amax(-1).mean(-1)[0].detach(), rtol=0.1)
+    saved = list((tmp_path / "captures").glob("*.pt"))
+    assert [CaptureFile.load(path).step for path in saved] == [1] * (keys == S)
+    if keys != S:
+        assert f"not captured at step 1: it has {S} queries and {keys} keys" in caplog.text
+        with pytest.raises(ValueError, match=r"tokens of q, k and v; .* causal=False"):
+            step(tmp_path / "causal", causal=True)
+
+
+def test_attention_with_a_softcap_is_not_captured(tmp_path, caplog):
+    """`probe` judged it as attention without one."""
+    site = SimpleNamespace(layer=3, name="x", backend="sdpa_flash", stabilizer="", variant="",
+                           attention=None)  # fmt: skip
+    x = torch.randn(S, 1, H, D)
+    seen = Seen(site=site, q=x, k=x, v=x, out=x, low=None, max_logits=None, sinks=None,
+                geometry=Geometry(scale=1.0, causal=True), dropout_p=0.0, softcap=True)  # fmt: skip
+    where = SimpleNamespace(tp_rank=0, dp_rank=0)
+    capturer = Capturer(MonitorOptions(), where, tmp_path, name="tiny", per_kv_head=1)
+    capturer._take(7, Wanted(trigger="step", heads={3: ()}), seen, x)
+    assert list(tmp_path.iterdir()) == [] and "layer 3 is not captured at step 7" in caplog.text

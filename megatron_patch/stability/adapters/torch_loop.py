@@ -54,6 +54,12 @@ def watch(
                 "correct names, heads, kv_heads or order of watch()"
             )
         q, k, v, *_ = args
+        sizes = [shape[order.index("s")] for shape in shapes]
+        if len(set(sizes)) > 1 and (causal or sizes[1] != sizes[2]):
+            raise ValueError(
+                f"{site.name} is called with {sizes} tokens of q, k and v; causal attention has as "
+                "many of each: watch cross attention with causal=False, by a watch() of its own"
+            )
         dropped = dropout_p if site.module.training else 0.0
         return seen_call(site, q, k, v, output, causal=causal, scale=scale, dropout_p=dropped)
 
