@@ -62,6 +62,21 @@ def test_the_loss_of_accumulated_steps(tmp_path, told):
     assert loss == pytest.approx(math.log(32), rel=0.1)
 
 
+def test_the_loss_of_several_ranks(tmp_path, monkeypatch):
+    """The tokens are those of all ranks: each returned its part, the mean over which was recorded,
+    half the loss under two."""
+
+    def step(model: Any) -> None:
+        told = torch.tensor(2 * 2 * 31)
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+        model(input_ids=IDS, labels=IDS, use_cache=False, num_items_in_batch=told).loss.backward()
+
+    loss = train(tmp_path, step, average_tokens_across_devices=True)["loss_mean"]
+    assert loss == pytest.approx(math.log(32), rel=0.1)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_model_that_returns_no_loss(tmp_path, precision):
     """With label smoothing, or a loss function of `Trainer`, gradients alone say that all is lost.

@@ -57,7 +57,7 @@ def attention_callback(model: Any, **options: Any) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             (rate, *_), step = named["lr_scheduler"].get_last_lr(), state.global_step
-            found = monitor.after_step(step, loss=losses.whole(), grad_norm=self.norm, lr=rate)
+            found = monitor.after_step(step, loss=losses.whole(args), grad_norm=self.norm, lr=rate)
             actions = monitor.switched(found)
             control.should_save |= saves.due(actions, interval=monitor.options.interval)
             for action in actions:
@@ -89,12 +89,17 @@ class _Losses:
             # A sum over the tokens of a micro-batch, divided by those of all of them.
             self._together = named.get("num_items_in_batch") is not None
 
-    def whole(self) -> torch.Tensor | float:
+    def whole(self, args: Any) -> torch.Tensor | float:
         """0 where the model returned none: label smoothing, or a loss function of the Trainer's."""
         if not self.parts:
             return 0.0
         every = torch.stack(self.parts)
-        return every.sum() if self._together else every.mean()
+        if not self._together:
+            return every.mean()
+        # By default the tokens are those of all ranks: `Trainer` multiplies, too.
+        shared = getattr(args, "average_tokens_across_devices", False)
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        return every.sum() * (ranks if shared else 1)
 
 
 def _norm(model: Any, args: Any) -> torch.Tensor | None:
