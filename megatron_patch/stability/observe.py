@@ -16,7 +16,6 @@ tensor-parallel rank, d, dv head dims.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +28,7 @@ from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.capabilities import OURS
 from megatron_patch.context_parallel.packed import documents_of
 from megatron_patch.parallel.buffers import unwrap
+from megatron_patch.stability.numbering import layers_in
 from megatron_patch.stability.sampling import Geometry
 from stable_attention.ops import under_autocast
 
@@ -239,17 +239,6 @@ def watched_chunks(chunks: Sequence[Any]) -> Watched:
     )
 
 
-def layer_in(name: str) -> tuple[int, str]:
-    """(layer, prefix of the layer's parameters): the first number in a module's name.
-
-    Raises ValueError: it has none.
-    """
-    found = re.search(r"(?:^|\.)(\d+)\.", name + ".")
-    if found is None:
-        raise ValueError(f"the name {name!r} has no number that says which layer it is")
-    return int(found[1]), name[: found.end()]
-
-
 def watched_modules(
     model: torch.nn.Module,
     found: dict[str, torch.nn.Module],
@@ -266,15 +255,16 @@ def watched_modules(
         heads, kv_heads: query and key/value heads.
         options: of every `Site`.
     """
-    layers = {name: layer_in(name) for name in found}
-    prefixes = {prefix: layer for layer, prefix in layers.values()}
+    layers = layers_in(found)
+    # Of modules of one block, the first one's.
+    prefixes = {prefix: layer for layer, prefix in reversed(layers.values())}
 
     def layer_of(_: torch.nn.Module, name: str) -> int | None:
         return next((n for prefix, n in prefixes.items() if name.startswith(prefix)), None)
 
     return Watched(
         sites=[Site(m, layers[name][0], name, m, **options) for name, m in found.items()],
-        layers=1 + max(prefixes.values()),
+        layers=1 + max(layer for layer, _ in layers.values()),
         heads=heads,
         kv_heads=kv_heads or heads,
         layer_of=layer_of,

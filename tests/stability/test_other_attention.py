@@ -1,4 +1,4 @@
-"""The monitor on attention of other programs, on a CPU: under autocast, cross attention."""
+"""The monitor on attention of other programs, on a CPU: autocast, cross attention, nested names."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron_cpu import single_rank
 from megatron_patch.stability import AttentionMonitor, MonitorOptions, record
 from megatron_patch.stability.adapters.torch_loop import watch
 from megatron_patch.stability.capture import CaptureFile, Capturer, Wanted
+from megatron_patch.stability.numbering import layers_in
 from megatron_patch.stability.observe import Seen
 from megatron_patch.stability.sampling import Geometry
 
@@ -126,3 +127,40 @@ def test_attention_with_a_softcap_is_not_captured(tmp_path, caplog):
     capturer = Capturer(MonitorOptions(), where, tmp_path, name="tiny", per_kv_head=1)
     capturer._take(7, Wanted(trigger="step", heads={3: ()}), seen, x)
     assert list(tmp_path.iterdir()) == [] and "layer 3 is not captured at step 7" in caplog.text
+
+
+def test_modules_whose_names_share_a_number_are_layers_of_their_own(tmp_path):
+    """They were added up: a head that fails in one of them vanished among those of the others."""
+
+    class Stage(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(Attend() for _ in range(2))
+            self.norm = torch.nn.Linear(1, 1)
+
+    class Staged(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = torch.nn.ModuleList(Stage() for _ in range(2))
+
+    model = Staged()
+    watched = watch(model, r"stages\.\d+\.blocks\.\d+", heads=H, order="bhsd")
+    monitor = AttentionMonitor(watched, directory=tmp_path, options=MonitorOptions(interval=1))
+    monitor.before_step(1)
+    x = torch.randn(1, H, S, D, requires_grad=True)
+    factors = [1.0, 2.0, 4.0, 8.0]
+    blocks = [block for stage in model.stages for block in stage.blocks]
+    every = zip(factors, blocks, strict=True)
+    loss = torch.stack([block(x * f, x, x).square().mean() for f, block in every]).sum()
+    loss.backward()
+    monitor.after_step(1, loss=loss)
+    monitor.finish(1)
+    monitor.close()
+    found = record.read(tmp_path).heads["max_logit"][0]
+    assert np.allclose(found, found[:1] * np.array(factors)[:, None], rtol=1e-5)
+
+    names = ["encoder.layers.0.attn", "decoder.layers.0.attn", "decoder.layers.0.cross"]
+    blocks_of = [name.rpartition(".")[0] + "." for name in names]
+    assert list(layers_in(names).items()) == [(n, (i, blocks_of[i])) for i, n in enumerate(names)]
+    assert layers_in(["h.7.attn", "h.11.attn.2"]) == {"h.7.attn": (7, "h.7."),
+                                                      "h.11.attn.2": (11, "h.11.")}  # fmt: skip

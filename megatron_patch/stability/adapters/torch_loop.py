@@ -32,7 +32,8 @@ def watch(
 
     Args:
         model: wrapped or not; every rank has whole gradients (DistributedDataParallel, not FSDP).
-        names: regular expression of the modules' whole names, each with a layer's number in it.
+        names: regular expression of the modules' whole names, each with a layer's number in it;
+            where several have the same number, each is a layer, in the model's order.
         heads, kv_heads: query and key/value heads.
         order: axes of q, k, v and O: ``bshd``, ``bhsd`` or ``sbhd``; O may have h and d flat.
         causal, scale, dropout_p: of the attention; scale default: 1 / sqrt(head dim).
