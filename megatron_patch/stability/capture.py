@@ -14,7 +14,7 @@ here, d, dv head dims.
 from __future__ import annotations
 
 import logging
-import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -189,6 +189,7 @@ def _is_tensor(x: Any, dims: int) -> bool:
         and x.device.type == "cpu"  # a meta tensor has a shape and nothing in it
         and x.dim() == dims
         and x.is_floating_point()
+        and x.element_size() > 1  # 8 bits have no arithmetic
         and x.numel() > 0
     )
 
@@ -202,14 +203,16 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("heads kv_heads head_to_kv", lambda x: isinstance(x, list) and all(map(_is_count, x)),
      "a list of whole numbers from 0"),
     ("q k v out dout", lambda x: _is_tensor(x, 4),
-     "a tensor of 4 dimensions, floating, not empty"),
+     "a tensor of 4 dimensions, floating, of 16 bits or more, not empty"),
     ("sinks wq_norm wk_norm", lambda x: x is None or _is_tensor(x, 1),
      "a floating tensor [heads] or None"),
     ("causal norms_exact", lambda x: isinstance(x, bool), "True or False"),
-    ("scale", lambda x: type(x) in (int, float) and 0 < x < math.inf, "a finite number above 0"),
+    ("scale", lambda x: type(x) in (int, float) and 0 < x <= sys.float_info.max,
+     "a finite number above 0"),
     ("dropout_p", lambda x: type(x) in (int, float) and 0 <= x <= 1, "a number from 0 to 1"),
-    ("window", lambda x: x is None or (isinstance(x, list) and [type(i) for i in x] == [int, int]),
-     "None or two whole numbers [left, right], -1 for no limit"),
+    ("window", lambda x: x is None or (isinstance(x, list) and [type(i) for i in x] == [int, int]
+                                       and all(abs(i) < 2**31 for i in x)),
+     "None or two whole numbers [left, right] of 32 bits, -1 for no limit"),
     ("layout", lambda x: isinstance(x, str) and x == "sbhd", "'sbhd'"),
 )  # fmt: skip
 """Fields, what each must be, and the same in words."""

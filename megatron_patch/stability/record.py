@@ -301,6 +301,8 @@ def meta_of(folder: Path) -> dict[str, Any]:
         meta = json.loads(file.read_text())
     except ValueError as error:
         meta = error
+    if isinstance(meta, dict) and not isinstance(meta.get("attention"), str):
+        meta = f"attention is {meta.get('attention')!r:.40}, expected text"
     if not isinstance(meta, dict):
         raise RecordsError(
             f"{file}: does not describe the records beside it ({meta!s:.80}): the file is damaged; "

@@ -279,6 +279,7 @@ def test_a_young_a_torn_and_no_run(tmp_path):
     (lambda meta: meta | {"rule": {"settle_steps": "x"}}, "it has settle_steps"),
     (lambda meta: meta | {"scalars": None}, "no loss_mean"),
     (lambda meta: meta | {"layers": math.inf}, "OverflowError"),
+    (lambda meta: meta | {"attention": None}, "attention is None, expected text"),
     (lambda meta: meta | {"head_metrics": meta["head_metrics"][::-1][1:]}, "no dv_sum"),
 ])  # fmt: skip
 def test_telemetry_of_another_making_is_a_note(tmp_path, change, said):
