@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import training_ranks
 from byte_corpus import word_corpus
+from megatron_cpu import single_rank
 
 
 @pytest.fixture(scope="session")
@@ -22,4 +23,11 @@ def own_worker() -> Iterator[None]:
     """Ranks run this folder's worker."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_ranks, "WORKER", Path(__file__).parent / "worker.py")
+        yield
+
+
+@pytest.fixture
+def cpu_mode() -> Iterator[None]:
+    """Megatron-Core's: the monitor imports it."""
+    with single_rank():
         yield

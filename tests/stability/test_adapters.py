@@ -7,7 +7,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron_cpu import VOCAB, single_rank, tiny_run
+from megatron_cpu import VOCAB, tiny_run
 
 from megatron_patch.model.build import build_model
 from megatron_patch.report import collect, report
@@ -29,11 +29,7 @@ S, B, H, KV, D = 32, 2, 4, 2, 8
 EVERY = MonitorOptions(interval=1)
 
 
-@pytest.fixture(autouse=True)
-def cpu() -> Iterator[None]:
-    """Megatron-Core's CPU mode: the monitor imports it."""
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("cpu_mode")
 
 
 class Attend(torch.nn.Module):

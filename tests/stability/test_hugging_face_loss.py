@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron_cpu import single_rank
 
 from megatron_patch.stability import MonitorOptions, record
 from megatron_patch.stability.adapters.hugging_face import attention_callback
@@ -19,11 +17,7 @@ transformers = pytest.importorskip("transformers")
 IDS = torch.arange(64).view(2, 32) % 32
 
 
-@pytest.fixture(autouse=True)
-def cpu() -> Iterator[None]:
-    """Megatron-Core's CPU mode: the monitor imports it."""
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("cpu_mode")
 
 
 def train(folder: Path, *steps: Any, **args: bool) -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from megatron_cpu import single_rank
 
 from megatron_patch.stability import AttentionMonitor, MonitorOptions, record
 from megatron_patch.stability.adapters.torch_loop import watch
@@ -23,11 +22,7 @@ H, S, D = 2, 96, 16
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def cpu() -> Iterator[None]:
-    """Megatron-Core's CPU mode: the monitor imports it."""
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("cpu_mode")
 
 
 class Attend(torch.nn.Module):
