@@ -236,6 +236,16 @@ def test_added_runs_leave_what_is_known_of_earlier_ones(scripts, monkeypatch, tm
     ]  # fmt: skip
 
 
+def test_runs_are_added_to_a_protocol_that_exists(scripts, monkeypatch, tmp_path, capsys):
+    (tmp_path / "verdicts.json").write_text("{}")
+    for given, missing in (("llama", "llama.yaml"), ("llama_350m", "verdicts.json")):
+        folder = tmp_path if given == "llama" else tmp_path / "none"
+        monkeypatch.setattr("sys.argv", ["report_tables.py", "--add", str(folder), given])
+        with pytest.raises(SystemExit):
+            scripts["report_tables"].main()
+        assert f"{missing}; name RUNS/results of run.py and a protocol" in capsys.readouterr().err
+
+
 class OneStep:
     """The events of a `Trainer`'s only step (which itself needs accelerate)."""
 
