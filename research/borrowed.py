@@ -88,6 +88,10 @@ def speed() -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parts = {"errors": errors, "captures": captures, "speed": speed}
+    if unknown := [name for name in sys.argv[1:] if name not in parts]:
+        raise SystemExit(
+            f"no part {unknown[0]!r}: name some of {', '.join(parts)}, or none for all"
+        )
     for part in sys.argv[1:] or parts:
         head, rows = describe_kernels(), []
         for row in parts[part]():
