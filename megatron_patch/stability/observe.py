@@ -316,16 +316,18 @@ class Observer:
         return [r for r in self._requests if r.wants(site, call)]
 
     def _before(self, site: Site) -> Callable[..., None]:
+        own: Any = site.module if hasattr(site.module, "observed") else None
+
         def hook(module: Any, args: Any, kwargs: Any) -> None:
-            packed = _packed(args, kwargs)
-            if hasattr(module, "observed") and self._wanted(site) and self._sees(packed):
-                module.observed = {}
+            if module is own and self._wanted(site) and self._sees(_packed(args, kwargs)):
+                own.observed = {}
 
         return hook
 
     def _after(self, site: Site) -> Callable[..., None]:
         def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            self.called(site, args, kwargs, output[0] if isinstance(output, tuple) else output)
+            if module is site.module:  # a copy of it, made in an observed step, has this hook
+                self.called(site, args, kwargs, output[0] if isinstance(output, tuple) else output)
 
         return hook
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,28 @@ def test_cross_attention_of_any_number_of_keys(tmp_path, keys, caplog):
         assert f"not captured at step 1: it has {S} queries and {keys} keys" in caplog.text
         with pytest.raises(ValueError, match=r"tokens of q, k and v; .* causal=False"):
             step(tmp_path / "causal", causal=True)
+
+
+def test_a_copy_made_in_an_observed_step_is_not_seen(tmp_path):
+    """A teacher, or an average of the weights, has the hooks for ever: its calls were counted as
+    the model's, and seen in place of those."""
+    model, x = Net(), torch.randn(2, S, 16, generator=torch.Generator().manual_seed(1))
+    watched = watch(model, r"layers\.\d+", heads=H, order="bhsd")
+    monitor = AttentionMonitor(watched, directory=tmp_path, options=MonitorOptions(interval=1))
+    for step in (1, 2):
+        monitor.before_step(step)
+        if step == 1:
+            teacher = copy.deepcopy(model)
+            assert teacher.layers[0]._forward_hooks
+        loss = teacher(9 * x) + model(x)
+        loss.backward()
+        monitor.after_step(step, loss=loss)
+    monitor.finish(2)
+    monitor.close()
+    q, k, _ = model.qkv(x).unflatten(2, (3, H, D)).permute(2, 0, 3, 1, 4)
+    scores = (q @ k.mT / D**0.5).masked_fill(torch.ones(S, S).triu(1) > 0, -torch.inf)
+    largest = np.tile(scores.amax((0, 2, 3)).detach(), (2, 2, 1))
+    assert np.allclose(record.read(tmp_path).heads["max_logit"], largest, rtol=1e-4)
 
 
 def test_attention_with_a_softcap_is_not_captured(tmp_path, caplog):
