@@ -38,9 +38,15 @@ class LayerNorms:
     """
 
     def __init__(self, watched: Watched, *, device: torch.device, first: bool = True) -> None:
-        layers = watched.layers
-        self.squares = torch.zeros(layers + 1, dtype=torch.float64, device=device)
+        self._watched, self._first = watched, first
+        self.squares = torch.zeros(watched.layers + 1, dtype=torch.float64, device=device)
         self.measured = False
+        self._find()
+
+    def _find(self) -> None:
+        """Whose gradients count here, in which layer."""
+        watched, layers = self._watched, self._watched.layers
+        self._known = self._parameters()
         self._pieces: list[tuple[Any, int, int]] = []  # buffer, first and last value
         slots: list[int] = []
         for chunk, root in zip(watched.chunks, watched.roots, strict=True):
@@ -50,8 +56,8 @@ class LayerNorms:
                 slot_of[id(parameter)] = layers if layer is None else layer
             if not hasattr(chunk, "expert_parallel_buffers"):
                 sharded = parallel_state.model_parallel_is_initialized()
-                for parameter in root.parameters() if first else ():
-                    if parameter.requires_grad and (not sharded or counts_here(parameter)):
+                for parameter in root.parameters() if self._first else ():
+                    if not sharded or counts_here(parameter):
                         self._pieces.append((_Gradient(parameter), 0, parameter.numel()))
                         slots.append(slot_of[id(parameter)])
                 continue
@@ -59,13 +65,18 @@ class LayerNorms:
                 for parameter, begin, end in own_values(buffer):
                     if counts_here(parameter):
                         self._pieces.append((buffer, begin, end))
-                        slots.append(slot_of[id(parameter)])
-        self._slots = torch.tensor(slots, dtype=torch.int64, device=device)
+                        slots.append(slot_of.get(id(parameter), layers))
+        self._slots = torch.tensor(slots, dtype=torch.int64, device=self.squares.device)
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for root in self._watched.roots for p in root.parameters()]
 
     def clear(self) -> None:
-        """Begin another observation."""
+        """Begin another observation, of the parameters that there are now: adapters come, too."""
         self.squares.zero_()
         self.measured = False
+        if [*map(id, self._parameters())] != [*map(id, self._known)]:
+            self._find()
 
     @torch.no_grad()
     def measure(self) -> None:
@@ -81,7 +92,8 @@ class LayerNorms:
 
 @dataclass(frozen=True, slots=True)
 class _Gradient:
-    """The gradient of one parameter, as a buffer; empty where there is none."""
+    """The gradient of one parameter, as a buffer; empty where there is none, or none of this step:
+    parameters are frozen and thawed while they train."""
 
     parameter: torch.nn.Parameter
 
@@ -89,7 +101,7 @@ class _Gradient:
     def grad_data(self) -> torch.Tensor:
         found = getattr(self.parameter, "main_grad", None)
         found = self.parameter.grad if found is None else found
-        if found is None:
+        if found is None or not self.parameter.requires_grad:
             return self.parameter.new_zeros(0)
         return found.flatten()
 

@@ -121,6 +121,35 @@ def test_a_plain_pytorch_loop(tmp_path):
     )
 
 
+def test_gradients_of_the_parameters_that_there_are(tmp_path):
+    """Only those that had gradients when the monitor was made were counted: layers that were thawed
+    later, and adapters, showed 0."""
+    model, batch = Net(), torch.randn(B, S, 16)
+    model.blocks[0].requires_grad_(False)
+    watched = watch(model, r"blocks\.\d+\.attend", heads=H, kv_heads=KV)
+    monitor = AttentionMonitor(watched, directory=tmp_path, options=EVERY)
+    expected = []
+    for step in range(1, 5):
+        if step == 2:
+            model.blocks[0].requires_grad_(True)
+        if step == 3:
+            model.blocks[0].out = torch.nn.Sequential(model.blocks[0].out, torch.nn.Linear(16, 16))
+        if step == 4:  # its gradients stay
+            model.blocks[1].requires_grad_(False)
+        monitor.before_step(step)
+        loss = model(batch).square().mean()
+        loss.backward()
+        monitor.grads_reduced()
+        monitor.after_step(step, loss=loss)
+        grads = [[p.grad for p in block.parameters() if p.requires_grad and p.grad is not None]
+                 for block in model.blocks]  # fmt: skip
+        expected.append([float(torch.nn.utils.get_total_norm(x)) for x in grads])
+    monitor.finish(4)
+    monitor.close()
+    assert np.allclose(record.read(tmp_path).layers["grad_norm"], expected, rtol=1e-5)
+    assert expected[0][0] == expected[3][1] == 0 < expected[1][0] < expected[2][0]
+
+
 @pytest.mark.parametrize(("library", "unknown"), [("", False), ("compensated", True)])
 def test_a_module_that_calls_our_library_is_not_judged_by_a_plain_o(tmp_path, library, unknown):
     """The O that delta was built from has a low-order part, which the module does not hand out."""

@@ -87,6 +87,7 @@ def test_norms_of_gradients_and_weights():
     norms.squares = torch.zeros(3, dtype=torch.float64, device=META)
     buffer = SimpleNamespace(grad_data=torch.empty(100, device=META))
     norms._pieces = [(buffer, 0, 40), (buffer, 40, 100)]
+    norms._known, norms._watched = [], SimpleNamespace(roots=[])
     norms._slots = torch.zeros(2, dtype=torch.int64, device=META)
     weight = torch.empty(3 * H * D, H * D, device=META, dtype=torch.bfloat16)
     attention = SimpleNamespace(
