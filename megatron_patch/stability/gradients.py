@@ -80,10 +80,12 @@ class LayerNorms:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Add this rank's share; call between the reduction and the optimizer's step."""
+        """This rank's share; call between the reduction and the optimizer's step. The last call of
+        a step counts, where a closure of the optimizer is evaluated more than once."""
         self.measured = True
         if not self._pieces:
             return
+        self.squares.zero_()
         values = [buffer.grad_data[begin:end] for buffer, begin, end in self._pieces]
         # Summed in float32, without a float32 copy of 16-bit gradients.
         norms = torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32))

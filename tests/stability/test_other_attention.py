@@ -112,6 +112,28 @@ def test_cross_attention_of_any_number_of_keys(tmp_path, keys, caplog):
             step(tmp_path / "causal", causal=True)
 
 
+def test_gradients_that_are_reduced_more_than_once_in_a_step(tmp_path):
+    """As in a closure, which its optimizer evaluates several times: they were added up."""
+    model = Net()
+    watched = watch(model, r"layers\.\d+", heads=H, order="bhsd")
+    monitor = AttentionMonitor(watched, directory=tmp_path, options=MonitorOptions(interval=1))
+    monitor.before_step(1)
+
+    def closure() -> torch.Tensor:
+        model.zero_grad()
+        loss = model(torch.ones(2, S, 16)) / 1e3
+        loss.backward()
+        monitor.grads_reduced()
+        return loss
+
+    loss = torch.optim.LBFGS(model.parameters(), max_iter=3).step(closure)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    monitor.after_step(1, loss=loss)
+    monitor.finish(1)
+    monitor.close()
+    assert record.read(tmp_path).scalars["grad_norm_rest"] == pytest.approx(float(norm), rel=1e-5)
+
+
 def test_a_copy_made_in_an_observed_step_is_not_seen(tmp_path):
     """A teacher, or an average of the weights, has the hooks for ever: its calls were counted as
     the model's, and seen in place of those."""
