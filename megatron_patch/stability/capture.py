@@ -382,6 +382,8 @@ def _fits_a_file(seen: Seen, step: int) -> bool:
     why = ""
     if seen.softcap:
         why = "its logits go through a softcap, of which a capture does not tell"
+    elif seen.changed:
+        why = "what it returned was changed in place"
     elif (queries := seen.q.shape[0]) != (keys := seen.k.shape[0]):
         why = f"it has {queries} queries and {keys} keys, a capture as many of both"
     if why:

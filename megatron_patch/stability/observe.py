@@ -119,6 +119,14 @@ class Seen:
     """Whether logits go through a tanh."""
     inputs: Any = None
     """(k, v) of the graph, on which hooks can stand, while the call returns; None afterwards."""
+    version: int | None = None
+    """Of ``out`` when the call returned."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether ``out`` has been changed in place since: no backward pass of this call reads it,
+        and it is no output of attention any more."""
+        return self.version not in (None, self.out._version)
 
 
 def seen_call(
@@ -410,7 +418,7 @@ def to_sbhd(x: torch.Tensor, order: str, shape: Sequence[int]) -> torch.Tensor:
 def _add_hooks(wanted: Sequence[ObservationRequest], seen: Seen, output: torch.Tensor) -> None:
     """Let the gradients of this call reach those who asked."""
     k, v = seen.inputs
-    seen = replace(seen, inputs=None)
+    seen = replace(seen, inputs=None, version=seen.out._version)
     for request in wanted:
         # Of the node, not of the tensor: these run after those of the tensor, one of which
         # brings back q, k and v where the up-projections of multi-latent attention are

@@ -10,6 +10,8 @@ kv key/value heads of this rank; r sampled rows; n calls that are computed as on
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +34,8 @@ from stable_attention.api import stable_attention
 from stable_attention.probes import decode_residual
 from stable_attention.reference import reference_attention
 from stable_attention.stabilizers import KNOWN
+
+log = logging.getLogger(__name__)
 
 LINEAR = (
     "rows", "entropy", "first", "top", "common",
@@ -132,6 +136,9 @@ class HeadSums:
     @torch.no_grad()
     def add(self, seen: Seen, dout: torch.Tensor) -> None:
         """One call and its dO [s, b, h, dv]. Collective: all ranks compute at the same calls."""
+        if seen.changed:
+            _warn_changed(seen.site.name)
+            return
         call = self._call(seen, dout)
         if self._waiting and not self._fits(call):
             self._compute()
@@ -237,6 +244,15 @@ class HeadSums:
             rows = pick_rows(tokens, per_rank, phase=self.phase, device=self._sums.device)
             self._samples[key] = sample(rows, tokens=tokens, geometry=geometry)
         return self._samples[key]
+
+
+@functools.cache
+def _warn_changed(name: str) -> None:
+    log.warning(
+        "the attention of %s is not observed: what it returned is changed in place before the "
+        "backward pass; change a copy of it",
+        name,
+    )
 
 
 def _joined(pieces: list[torch.Tensor | None]) -> Any:

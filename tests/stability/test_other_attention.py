@@ -112,6 +112,40 @@ def test_cross_attention_of_any_number_of_keys(tmp_path, keys, caplog):
             step(tmp_path / "causal", causal=True)
 
 
+def test_an_output_that_is_changed_in_place_is_no_error_of_attention(tmp_path, caplog):
+    """Where the backward pass does not read it, autograd lets that pass: a false alarm."""
+
+    class Attend(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
+            return (q @ k.mT / D**0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(Attend() for _ in range(2))})
+    options = MonitorOptions(interval=1, capture_steps=[1], capture_layers=[0, 1])
+    watched = watch(model, r"layers\.\d+", heads=H, order="bhsd")
+    q, k, v = (torch.nn.Parameter(torch.randn(1, H, S, D)) for _ in range(3))
+    watched = dataclasses.replace(watched, roots=[torch.nn.ParameterList([q, k, v])])
+    monitor = AttentionMonitor(watched, directory=tmp_path, options=options)
+    monitor.before_step(1)
+    outs = [layer(q.clone(), k.clone(), v.clone()) for layer in model["layers"]]
+    outs[0].mul_(0.5).add_(1)
+    loss = torch.stack(outs).square().mean()
+    loss.backward()
+    monitor.after_step(1, loss=loss)
+    found = monitor.finish(1)
+    monitor.close()
+    assert found is not None and found.verdict.level == "ok"
+    heads = record.read(tmp_path).heads
+    assert (
+        np.isnan(heads["used_error_rms"][0, 0]).all()
+        and (heads["used_error_rms"][0, 1] < 1e-5).all()
+    )
+    assert (heads["dv_sum"] < 30).all()
+    assert [CaptureFile.load(path).layer for path in (tmp_path / "captures").iterdir()] == [1]
+    assert "attention of layers.0 is not observed: what it returned is changed" in caplog.text
+    assert "layer 0 is not captured at step 1: what it returned was changed" in caplog.text
+
+
 def test_gradients_that_are_reduced_more_than_once_in_a_step(tmp_path):
     """As in a closure, which its optimizer evaluates several times: they were added up."""
     model = Net()
