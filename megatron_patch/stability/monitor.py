@@ -183,7 +183,8 @@ class AttentionMonitor:
             BackendError: the switch cannot be repeated in this configuration.
             ConfigError: switched.json is damaged.
         """
-        if self._resumed:  # a rewind
+        if self._resumed:  # a rewind, or after an error in a step
+            self.close()
             self._reset()
         self._resumed = True
         if switched_at is None:

@@ -146,6 +146,23 @@ def test_an_output_that_is_changed_in_place_is_no_error_of_attention(tmp_path, c
     assert "layer 0 is not captured at step 1: what it returned was changed" in caplog.text
 
 
+def test_going_back_after_an_error_in_a_step_leaves_no_hooks(tmp_path):
+    """Those of the step that failed stood for ever, and the file of the records was open twice."""
+    model, x = Net(), torch.ones(2, S, 16)
+    watched = watch(model, r"layers\.\d+", heads=H, order="bhsd")
+    monitor = AttentionMonitor(watched, directory=tmp_path, options=MonitorOptions(interval=2))
+    for step in (1, 2):
+        monitor.before_step(step)
+        loss = model(x)
+        if step == 1:
+            monitor.after_step(1, loss=loss)
+    writer = monitor._writer
+    monitor.resume(0)  # step 2 ran out of memory, say
+    assert not any(layer._forward_hooks for layer in model.layers)
+    assert writer is not None and writer._file._handle is None
+    monitor.close()
+
+
 def test_gradients_that_are_reduced_more_than_once_in_a_step(tmp_path):
     """As in a closure, which its optimizer evaluates several times: they were added up."""
     model = Net()
