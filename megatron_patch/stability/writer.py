@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from megatron_patch.stability.record import (
     up_to,
 )
 
+log = logging.getLogger(__name__)
+
 NOT_THERE = "not there"
 
 
@@ -43,7 +47,7 @@ class Writer:
 
     def __init__(self, run_dir: Path, meta: dict[str, Any], *, start_step: int) -> None:
         self.folder, self.meta = run_dir / FOLDER, dict(meta)
-        self._start_step = start_step
+        self._start_step, self._taken = start_step, False
         self._before: dict[str, Any] | None = None
         """meta.json as the attempt before left it."""
         self._steps: list[int] = []
@@ -154,6 +158,8 @@ class Writer:
         heads: Mapping[str, np.ndarray],
     ) -> None:
         """Append one record; what a mapping lacks is NaN."""
+        if self._is_taken():
+            return
         record = np.zeros((), self._dtype)
         record["step"] = step
         record["scalars"] = [scalars.get(name, math.nan) for name in self.meta["scalars"]]
@@ -161,6 +167,24 @@ class Writer:
             for i, name in enumerate(self.meta[f"{part[:-1]}_metrics"]):
                 record[part][i] = found.get(name, np.float32(math.nan))
         self._file.append(record.tobytes())
+
+    def _is_taken(self) -> bool:
+        """Whether another attempt has begun here since; it has the records. Logs that once.
+
+        A process that was given up and lives on, or another model's monitor in one directory.
+        """
+        if not self.begun or self._taken:
+            return self._taken
+        with suppress(OSError, ValueError, KeyError, TypeError):  # lost or damaged: nobody's
+            found = json.loads((self.folder / "meta.json").read_text())["attempts"]
+            self._taken = found != [*map(list, self.meta["attempts"])]
+        if self._taken:
+            log.error(
+                "%s: another monitor has begun to record here, and this one records no more; give "
+                "every monitor a directory of its own, and end the process if it was replaced",
+                self.folder,
+            )
+        return self._taken
 
     def close(self) -> None:
         """Close the file."""

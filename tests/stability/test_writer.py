@@ -133,6 +133,21 @@ def test_a_resume_repeats_steps_and_cuts_nothing_off(tmp_path):
     assert record.read(tmp_path).steps.tolist() == [10]
 
 
+def test_who_begins_last_in_a_directory_has_its_records(tmp_path, caplog):
+    """Those of two models, or of a process that was given up and lived on, were mixed."""
+    first = write(tmp_path, [10, 20])
+    second = write(tmp_path, [20], start=10)
+    for step in (30, 40):
+        add(first, step)
+        add(second, step)
+    first.close()
+    second.close()
+    assert record.read(tmp_path).steps.tolist() == [10, 20, 30, 40]
+    size = record.record_dtype(meta()).itemsize
+    assert (tmp_path / "stability" / "records.bin").stat().st_size == 5 * size
+    assert caplog.text.count("another monitor has begun to record here") == 1
+
+
 def test_records_of_another_model_are_refused(tmp_path):
     write(tmp_path, [10]).close()
     other = record.make_meta(layers=L + 1, heads=H, interval=10, rule=Rule(), attention="a/b")
