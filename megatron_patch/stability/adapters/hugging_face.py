@@ -40,7 +40,11 @@ def attention_callback(model: Any, **options: Any) -> Any:
     losses, saves = _Losses(), Saves()
 
     class Callback(TrainerCallback):  # type: ignore[misc]
+        handle: Any = None
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if self.handle is not None:  # after an error, as ``auto_find_batch_size`` does
+                self.handle.remove()
             self.handle = model.register_forward_hook(losses.keep, with_kwargs=True)
             self.stop = None
             self.norm: Any = None
