@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from megatron_patch.attention.capabilities import EXACT_DELTA
-from megatron_patch.parallel.first_rank import from_first
+from megatron_patch.parallel.first_rank import from_first, of_all
 from megatron_patch.runtime.watcher import Pin, Stop
 from megatron_patch.schema.stability import StabilityConfig, checked
 from megatron_patch.stability import guard, names, observe, record
@@ -119,9 +119,9 @@ class AttentionMonitor:
             guard.check_watched(self.watched.sites, self.watched.roots[0])
         if self.options.guard == "switch":
             guard.check(self.watched.sites)
-        if attention is None:
-            site = next(iter(self.watched.sites), None)
-            attention = from_first(site and site.numerics) or ""
+        if attention is None:  # a pipeline stage may have none
+            mine = next((site.numerics for site in self.watched.sites), "")
+            attention = next(filter(None, of_all(mine)), "")
         self._attention = attention
         self._resumed, self._step = False, 0
         self._reset()

@@ -7,11 +7,13 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_patch.parallel import first_rank
 from megatron_patch.stability import AttentionMonitor, MonitorOptions, record
 from megatron_patch.stability.adapters.torch_loop import watch
 from megatron_patch.stability.capture import CaptureFile, Capturer, Wanted
@@ -144,6 +146,23 @@ def test_an_output_that_is_changed_in_place_is_no_error_of_attention(tmp_path, c
     assert [CaptureFile.load(path).layer for path in (tmp_path / "captures").iterdir()] == [1]
     assert "attention of layers.0 is not observed: what it returned is changed" in caplog.text
     assert "layer 0 is not captured at step 1: what it returned was changed" in caplog.text
+
+
+def test_the_first_pipeline_stage_may_have_no_attention(tmp_path, monkeypatch):
+    """As with the layout E|t..: its rank named none, and the guard took compensated numerics for
+    plain ones."""
+    model = Net()
+    watched = watch(model, r"layers\.\d+", heads=H, order="bhsd", library="compensated")
+    (last, *_) = watched.sites
+
+    def gather(values: list[Any], value: Any) -> None:
+        values[:] = [value, 2 if isinstance(value, int) else last.numerics]
+
+    ranks = SimpleNamespace(get_world_size=lambda: 2, all_gather_object=gather,
+                            broadcast_object_list=lambda box, src: None)  # fmt: skip
+    monkeypatch.setattr(first_rank, "_started", lambda: ranks)
+    first = dataclasses.replace(watched, sites=[])
+    assert AttentionMonitor(first, directory=tmp_path).compensated
 
 
 def test_going_back_after_an_error_in_a_step_leaves_no_hooks(tmp_path):
