@@ -17,6 +17,7 @@ dropout     the first holds (delta is the sum of the dropped P x dP, too), the s
 sinks       dS sums to -dS_sink = P_sink delta: both know terms of every row's LSE, which callers
             do not hand out. Left out
 softcap     dS is multiplied by 1 - tanh^2 per score: the first does not hold
+shared v    its gradient is that of all calls that attend to it, and each knows its own dO. Left out
 CP          a rank has some of the keys and rows: the vectors are added over the group first
 
 Shape legend: s tokens of this rank, b sequences, h query heads and kv key/value heads of this rank.
@@ -63,11 +64,13 @@ class KeySums:
         self._sums = torch.zeros(layers, heads, len(FIELDS), dtype=torch.float64, device=device)
         self._dout: dict[int, torch.Tensor] = {}
         self._found: dict[_Kind, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._last: tuple[torch.Tensor, _Kind, int] | None = None
+        """The gradient that came last, its kind and layer."""
 
     def clear(self) -> None:
         """Begin another observation."""
         self._sums.zero_()
-        self._dout, self._found = {}, {}
+        self._dout, self._found, self._last = {}, {}, None
 
     @torch.no_grad()
     def add_output(self, seen: Seen, dout: torch.Tensor) -> None:
@@ -86,7 +89,12 @@ class KeySums:
         dtypes = gradient.dtype, getattr(seen, name).dtype
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         kind = _Kind(name, seen.q.shape[2], total.shape, eps)
-        self._found.setdefault(kind, {})[seen.site.layer] = total, size
+        last, self._last = self._last, (gradient, kind, seen.site.layer)
+        if last is not None and _is(gradient, last[0]) and {name, last[1].name} != {"k"}:
+            # Layers share their v, or it is their k, too: the gradient is of all of these calls.
+            self._found.get(last[1], {}).pop(last[2], None)
+        else:
+            self._found.setdefault(kind, {})[seen.site.layer] = total, size
 
     @torch.no_grad()
     def totals(self) -> torch.Tensor:
@@ -94,7 +102,7 @@ class KeySums:
 
         All layers at once: an observation is bound by kernel launches.
         """
-        kinds = sorted(self._found)
+        kinds = sorted(kind for kind, found in self._found.items() if found)
         sums = [self._sum(kind) for kind in kinds]  # [n, b, kv, d]
         if self._cp is not None and sums:
             flat = torch.cat([x.flatten() for x in sums])
@@ -113,7 +121,7 @@ class KeySums:
             first = FIELDS.index(f"d{kind.name}2")
             place = self._sums[:, heads, first : first + 2]
             place.add_(table.repeat_interleave(kind.heads // both.shape[1], 1))
-        self._dout, self._found = {}, {}
+        self._dout, self._found, self._last = {}, {}, None
         return self._sums
 
     def _sum(self, kind: _Kind) -> torch.Tensor:
@@ -124,6 +132,12 @@ class KeySums:
             dout = torch.stack([self._dout[layer] for layer in found])  # [n, b, h, dv]
             total -= dout.unflatten(2, (total.shape[2], -1)).sum(3)
         return total
+
+
+def _is(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether both are the same memory; asks no operator."""
+    storages = (a.untyped_storage()._cdata for a in (x, y))
+    return len({*storages}) == 1 and x.storage_offset() == y.storage_offset()
 
 
 def _holds(seen: Seen, name: str) -> bool:

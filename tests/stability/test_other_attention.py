@@ -148,6 +148,30 @@ def test_an_output_that_is_changed_in_place_is_no_error_of_attention(tmp_path, c
     assert "layer 0 is not captured at step 1: what it returned was changed" in caplog.text
 
 
+def test_values_that_layers_share_have_no_sum_of_their_own(tmp_path):
+    """As Gemma 3n's last ones do: the gradient is that of all, and `dv_sum` was in millions."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(Attend() for _ in range(4))})
+    q, k, v, own, both = (torch.nn.Parameter(torch.randn(1, H, S, D)) for _ in range(5))
+    watched = watch(model, r"layers\.\d+", heads=H, order="bhsd")
+    watched = dataclasses.replace(watched, roots=[torch.nn.ParameterList([q, k, v])])
+    monitor = AttentionMonitor(watched, directory=tmp_path, options=MonitorOptions(interval=1))
+    monitor.before_step(1)
+    x = torch.zeros(1, H, S, D)
+    for layer, (key, value) in zip(
+        model["layers"], [(k, v), (k, v), (own * 1, own * 1), (both, both)], strict=True
+    ):
+        x = x + layer(q + x, key, value)
+    loss = x.square().mean()
+    loss.backward()
+    monitor.after_step(1, loss=loss)
+    monitor.finish(1)
+    monitor.close()
+    heads = record.read(tmp_path).heads
+    assert np.isnan(heads["dv_sum"][0, [0, 1, 3]]).all() and np.isnan(heads["dk_sum"][0, 3]).all()
+    assert (heads["dv_sum"][0, 2] < 50).all() and (heads["dk_sum"][0, :3] < 50).all()
+
+
 def test_the_first_pipeline_stage_may_have_no_attention(tmp_path, monkeypatch):
     """As with the layout E|t..: its rank named none, and the guard took compensated numerics for
     plain ones."""
