@@ -148,6 +148,39 @@ def test_an_output_that_is_changed_in_place_is_no_error_of_attention(tmp_path, c
     assert "layer 0 is not captured at step 1: what it returned was changed" in caplog.text
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_an_encoder_with_other_heads_than_the_decoder(tmp_path, told, caplog):
+    """Hugging Face's BART: the training ended in an error inside the first observed backward."""
+    transformers = pytest.importorskip("transformers")
+    from megatron_patch.stability.adapters.hugging_face import attention_callback
+
+    config = transformers.BartConfig(
+        vocab_size=32, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, pad_token_id=0,
+    )  # fmt: skip
+    build = transformers.BartForConditionalGeneration._from_config
+    model = build(config, attn_implementation="sdpa").train()
+    for module in model.modules() if not told else ():
+        if hasattr(module, "num_heads"):
+            module.heads = module.__dict__.pop("num_heads")
+    options = MonitorOptions(interval=1)
+    callback = attention_callback(model, directory=tmp_path, options=options)
+    rates = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters()), factor=1.0)
+    state, control = SimpleNamespace(global_step=0), SimpleNamespace(should_save=False)
+    control.should_training_stop = False
+    given = SimpleNamespace(), state, control
+    callback.on_train_begin(*given)
+    callback.on_step_begin(*given)
+    ids = torch.arange(1, 31).view(1, 30)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    state.global_step = 1
+    callback.on_step_end(*given, lr_scheduler=rates)
+    callback.on_train_end(*given)
+    seen = np.isfinite(record.read(tmp_path).heads["kappa"][0]).sum(-1)
+    assert seen.tolist() == ([2, 4, 4] if told else [2, 0, 0])
+    assert ("self_attn is not observed: it has 4 query heads" in caplog.text) == (not told)
+
+
 def test_values_that_layers_share_have_no_sum_of_their_own(tmp_path):
     """As Gemma 3n's last ones do: the gradient is that of all, and `dv_sum` was in millions."""
     torch.manual_seed(0)

@@ -5,13 +5,18 @@ trainer.add_callback(attention_callback(model, directory="runs/mine"))
 
 from __future__ import annotations
 
+import functools
+import logging
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatron_patch.stability.adapters import Saves
 from megatron_patch.stability.monitor import AttentionMonitor
-from megatron_patch.stability.observe import Seen, seen_call, watched_modules
+from megatron_patch.stability.observe import Seen, Watched, seen_call, watched_modules
+
+log = logging.getLogger(__name__)
 
 
 def attention_callback(model: Any, **options: Any) -> Any:
@@ -24,18 +29,8 @@ def attention_callback(model: Any, **options: Any) -> Any:
     from transformers import TrainerCallback
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
-    name, text = model.config._attn_implementation, model.config.get_text_config()
-    found = {n: m for n, m in model.named_modules()
-             if hasattr(m, "layer_idx") and hasattr(m, "is_causal")}  # fmt: skip
-    if name not in FUNCTIONS.valid_keys() or not found:
-        raise ValueError(
-            f"attn_implementation {name!r}: use stable_attention, sdpa or flash_attention_2"
-        )
-    watched = watched_modules(
-        model, found, heads=text.num_attention_heads, read=_read, hooked=False, order="bshd",
-        kv_heads=getattr(text, "num_key_value_heads", None), inputs_order="bhsd",
-        library="compensated" if name == "stable_attention" else "",
-    )  # fmt: skip
+    name = model.config._attn_implementation
+    watched = _watched(model, name, known=name in FUNCTIONS.valid_keys())
     monitor, plain = AttentionMonitor(watched, **options), FUNCTIONS[name]
     losses, saves = _Losses(), Saves()
 
@@ -79,6 +74,30 @@ def attention_callback(model: Any, **options: Any) -> Any:
     return Callback()
 
 
+def _watched(model: Any, name: str, *, known: bool) -> Watched:
+    """Its attention modules, which call the function that ``attn_implementation`` names."""
+    text = model.config.get_text_config()
+    found = {n: m for n, m in model.named_modules()
+             if hasattr(m, "layer_idx") and hasattr(m, "is_causal")}  # fmt: skip
+    if not known or not found:
+        raise ValueError(
+            f"attn_implementation {name!r}: use stable_attention, sdpa or flash_attention_2"
+        )
+    # An encoder may have others than a decoder: what a module lacks of the most is NaN.
+    heads = max(text.num_attention_heads, *(getattr(m, "num_heads", 0) for m in found.values()))
+    return watched_modules(
+        model, found, heads=heads, read=partial(_read, heads), hooked=False, order="bshd",
+        kv_heads=getattr(text, "num_key_value_heads", None), inputs_order="bhsd",
+        library="compensated" if name == "stable_attention" else "",
+    )  # fmt: skip
+
+
+@functools.cache
+def _warn_heads(name: str, given: int, heads: int) -> None:
+    log.warning("%s is not observed: it has %d query heads, and the model's configuration %d",
+                name, given, heads)  # fmt: skip
+
+
 class _Losses:
     """Loss of a step, from those of its micro-batches."""
 
@@ -113,9 +132,12 @@ def _norm(model: Any, args: Any) -> torch.Tensor | None:
     return torch.nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None])
 
 
-def _read(site: Any, args: Any, named: Any, output: torch.Tensor) -> Seen | None:
+def _read(heads: int, site: Any, args: Any, named: Any, output: torch.Tensor) -> Seen | None:
     """A call of an attention function: q, k, v [b, h, s, d], output [b, s, h, d]."""
     q, k, v, mask, *_ = args
+    if q.shape[1] > heads:
+        _warn_heads(site.name, int(q.shape[1]), heads)
+        return None
     packed = getattr(mask, "offsets", None) is not None or named.get("cu_seq_lens_q") is not None
     if isinstance(mask, torch.Tensor) or packed or q.shape[2] != k.shape[2]:
         return None
