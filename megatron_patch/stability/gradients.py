@@ -86,25 +86,30 @@ class LayerNorms:
         if not self._pieces:
             return
         self.squares.zero_()
-        values = [buffer.grad_data[begin:end] for buffer, begin, end in self._pieces]
+        grads = [(piece[0].grad_data, *piece[1:]) for piece in self._pieces]
+        values = [x[begin:end] for x, begin, end in grads if x is not None]
+        if not values:
+            return
         # Summed in float32, without a float32 copy of 16-bit gradients.
-        norms = torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32))
-        self.squares.index_add_(0, self._slots, norms.double().pow(2))
+        norms = iter(torch._foreach_norm(values, 2, dtype=torch.float32))
+        nothing = self.squares.new_zeros((), dtype=torch.float32)
+        every = torch.stack([nothing if x is None else next(norms) for x, *_ in grads])
+        self.squares.index_add_(0, self._slots, every.double().pow(2))
 
 
 @dataclass(frozen=True, slots=True)
 class _Gradient:
-    """The gradient of one parameter, as a buffer; empty where there is none, or none of this step:
-    parameters are frozen and thawed while they train."""
+    """The gradient of one parameter, as a buffer; None where there is none, or none of this step:
+    parameters are frozen and thawed while they train, and frozen ones may be of any type."""
 
     parameter: torch.nn.Parameter
 
     @property
-    def grad_data(self) -> torch.Tensor:
+    def grad_data(self) -> torch.Tensor | None:
         found = getattr(self.parameter, "main_grad", None)
         found = self.parameter.grad if found is None else found
         if found is None or not self.parameter.requires_grad:
-            return self.parameter.new_zeros(0)
+            return None
         return found.flatten()
 
 

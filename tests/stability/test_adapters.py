@@ -126,6 +126,8 @@ def test_gradients_of_the_parameters_that_there_are(tmp_path):
     later, and adapters, showed 0."""
     model, batch = Net(), torch.randn(B, S, 16)
     model.blocks[0].requires_grad_(False)
+    quantized = torch.zeros(3, dtype=torch.uint8, device="meta")  # of any type, on any device
+    model.blocks[1].frozen = torch.nn.Parameter(quantized, requires_grad=False)
     watched = watch(model, r"blocks\.\d+\.attend", heads=H, kv_heads=KV)
     monitor = AttentionMonitor(watched, directory=tmp_path, options=EVERY)
     expected = []
