@@ -86,7 +86,7 @@ class LayerNorms:
         if not self._pieces:
             return
         self.squares.zero_()
-        grads = [(piece[0].grad_data, *piece[1:]) for piece in self._pieces]
+        grads = [(buffer.grad_data, *ends) for buffer, *ends in self._pieces]
         values = [x[begin:end] for x, begin, end in grads if x is not None]
         if not values:
             return
@@ -110,7 +110,7 @@ class _Gradient:
         found = self.parameter.grad if found is None else found
         if found is None or not self.parameter.requires_grad:
             return None
-        return found.flatten()
+        return found.coalesce().values().flatten() if found.is_sparse else found.flatten()
 
 
 def counts_here(parameter: torch.nn.Parameter) -> bool:

@@ -261,6 +261,23 @@ def test_gradients_that_are_reduced_more_than_once_in_a_step(tmp_path):
     assert record.read(tmp_path).scalars["grad_norm_rest"] == pytest.approx(float(norm), rel=1e-5)
 
 
+def test_gradients_of_an_embedding_that_are_sparse(tmp_path):
+    """The first observed step ended in an error."""
+    model = Net()
+    model.embed = torch.nn.Embedding(64, 16, sparse=True)
+    watched = watch(model, r"layers\.\d+", heads=H, order="bhsd")
+    monitor = AttentionMonitor(watched, directory=tmp_path, options=MonitorOptions(interval=1))
+    monitor.before_step(1)
+    loss = model(model.embed(torch.arange(2 * S).view(2, S) % 40))
+    loss.backward()
+    monitor.grads_reduced()
+    monitor.after_step(1, loss=loss)
+    monitor.finish(1)
+    monitor.close()
+    whole = torch.stack([p.grad.to_dense().norm() for p in model.parameters()]).norm()
+    assert record.read(tmp_path).scalars["grad_norm_rest"] == pytest.approx(float(whole), rel=1e-5)
+
+
 def test_a_copy_made_in_an_observed_step_is_not_seen(tmp_path):
     """A teacher, or an average of the weights, has the hooks for ever: its calls were counted as
     the model's, and seen in place of those."""
