@@ -62,7 +62,7 @@ class KeySums:
     ) -> None:
         self.first_head, self._cp = first_head, cp
         self._sums = torch.zeros(layers, heads, len(FIELDS), dtype=torch.float64, device=device)
-        self._dout: dict[int, torch.Tensor] = {}
+        self._dout: dict[int, Any] = {}  # None: of no use
         self._found: dict[_Kind, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._last: tuple[torch.Tensor, _Kind, int] | None = None
         """The gradient that came last, its kind and layer."""
@@ -75,13 +75,15 @@ class KeySums:
     @torch.no_grad()
     def add_output(self, seen: Seen, dout: torch.Tensor) -> None:
         """dO [s, b, h, dv] of a call; comes before its dK and dV."""
-        if _holds(seen, "v"):
-            self._dout[seen.site.layer] = dout.sum(0, dtype=torch.float32)  # [b, h, dv]
+        known = _holds(seen, "v")
+        total = dout.sum(0, dtype=torch.float32) if known else None  # [b, h, dv]
+        self._dout[seen.site.layer] = total
 
     @torch.no_grad()
     def add_input(self, seen: Seen, name: str, gradient: torch.Tensor) -> None:
         """dK or dV (``name`` k or v) of a call, [s, b, kv, d or dv]."""
-        if not _holds(seen, name):
+        # Without a dO it is the gradient of another use of k or v: this call's output has none.
+        if seen.site.layer not in self._dout or not _holds(seen, name):
             return
         total = gradient.sum(0, dtype=torch.float32)  # [b, kv, d]
         size = torch.linalg.vector_norm(gradient, dim=(0, 1, 3), dtype=torch.float32)

@@ -62,6 +62,18 @@ def measured(
     return sums
 
 
+def test_gradients_of_another_use_of_k_and_v():
+    """The output of the call has none: the observed step ended in a KeyError."""
+    seen, dout, dk, dv, _ = call()
+    sums = measured(seen, dout, dk, dv)
+    sums.clear()
+    for name, gradient in (("k", dk + 1), ("v", dv)):
+        sums.add_input(seen, name, gradient)
+    assert all(math.isnan(x) for x in key_metrics(sums.totals().numpy())["dk_sum"].flat)
+    sums.add_input(replace(seen, dropout_p=0.1), "v", dv)
+    sums.totals()
+
+
 def metrics(sums: KeySums) -> dict[str, Any]:
     return key_metrics(sums.totals().numpy())
 
