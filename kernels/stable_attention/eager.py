@@ -59,13 +59,23 @@ def has_tangent(*values: object) -> bool:
     )
 
 
+def recorded() -> bool:
+    """Whether autograd records calls for a backward pass, and no transform of torch.func does."""
+    return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+
+
+def batched(gradient: torch.Tensor) -> bool:
+    """Whether it stands for several gradients at once (is_grads_batched, vmap), without memory."""
+    return not torch._C._has_storage(gradient)
+
+
 def check_memory(name: str, *values: object) -> None:
     """NotImplementedError where ``values`` are, or stand for, tensors that kernels cannot read, or
     have a tangent."""
     # What autograd batches, for several gradients at once, has none either.
-    bare = any(isinstance(x, torch.Tensor) and not torch._C._has_storage(x) for x in values)
+    bare = any(isinstance(x, torch.Tensor) and batched(x) for x in values)
     if bare or torch._C._are_functorch_transforms_active() or has_tangent(*values):
         raise NotImplementedError(f"{name} {_REFUSED}")
 
 
-__all__ = ["check_memory", "eager", "has_tangent"]
+__all__ = ["batched", "check_memory", "eager", "has_tangent", "recorded"]

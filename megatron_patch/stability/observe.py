@@ -30,6 +30,7 @@ from megatron_patch.context_parallel.packed import documents_of
 from megatron_patch.parallel.buffers import unwrap
 from megatron_patch.stability.numbering import layers_in
 from megatron_patch.stability.sampling import Geometry
+from stable_attention.eager import batched, recorded
 from stable_attention.ops import under_autocast
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
@@ -300,9 +301,7 @@ class Observer:
         """Watch from now on until `disarm`; nothing to watch costs nothing."""
         self.disarm()
         self._requests, self._calls = list(requests), {}
-        for site in self.sites if requests else []:
-            if not site.hooked:
-                continue
+        for site in [site for site in self.sites if site.hooked and requests]:
             self._handles += [
                 site.module.register_forward_pre_hook(self._before(site), with_kwargs=True),
                 site.module.register_forward_hook(self._after(site), with_kwargs=True),
@@ -318,7 +317,7 @@ class Observer:
                 site.module.observed = None  # type: ignore[assignment]
 
     def _wanted(self, site: Site) -> list[ObservationRequest]:
-        if not torch.is_grad_enabled():
+        if not recorded():
             return []
         call = self._calls.get(id(site.module), 0)
         return [r for r in self._requests if r.wants(site, call)]
@@ -341,7 +340,7 @@ class Observer:
 
     def called(self, site: Site, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         """The site's attention was called and returned ``output``; nothing without gradients."""
-        if not self._requests or not torch.is_grad_enabled():
+        if not self._requests or not recorded():
             return
         wanted = self._wanted(site)
         self._calls[id(site.module)] = self._calls.get(id(site.module), 0) + 1
@@ -437,8 +436,9 @@ def _on_input_gradient(
     shape = getattr(seen, name).shape
 
     def hook(gradient: torch.Tensor) -> None:
-        with torch.no_grad():
-            callback(seen, name, to_sbhd(gradient.detach(), seen.site.inputs_order, shape))
+        if not batched(gradient):
+            with torch.no_grad():
+                callback(seen, name, to_sbhd(gradient.detach(), seen.site.inputs_order, shape))
 
     return hook
 
@@ -450,7 +450,7 @@ def _on_gradient(
 
     def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
         gradient = gradients[number]
-        if gradient is None:  # another output of the node alone was used
+        if gradient is None or batched(gradient):  # another output of the node alone was used
             return
         with torch.no_grad():
             callback(seen, to_sbhd(gradient.detach(), seen.site.order, seen.out.shape))

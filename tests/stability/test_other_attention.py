@@ -278,6 +278,31 @@ def test_gradients_of_an_embedding_that_are_sparse(tmp_path):
     assert record.read(tmp_path).scalars["grad_norm_rest"] == pytest.approx(float(whole), rel=1e-5)
 
 
+def test_transforms_of_torch_func_are_not_seen(tmp_path):
+    """Gradients per sample, Jacobians: they ended the observed step in an error of autograd."""
+    model, x = Net(), torch.randn(2, S, 16)
+    watched = watch(model, r"layers\.\d+", heads=H, order="bhsd")
+    options = MonitorOptions(interval=1, rows=1000)
+    monitor = AttentionMonitor(watched, directory=tmp_path, options=options)
+    monitor.before_step(1)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss_of(weights: Any, row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (row[None],))
+
+    each = torch.vmap(torch.func.grad(loss_of), in_dims=(None, 0))(weights, x)
+    loss = model(x)
+    several = torch.eye(2)[:, :1].sum(1)
+    torch.autograd.grad(loss, model.qkv.weight, several, is_grads_batched=True, retain_graph=True)
+    loss.backward()
+    monitor.after_step(1, loss=loss)
+    monitor.finish(1)
+    monitor.close()
+    told = record.read(tmp_path)
+    assert each["qkv.weight"].mean(0).allclose(model.qkv.weight.grad, rtol=1e-3, atol=1e-4)
+    assert (told.heads["kappa"] > 0).all() and told.scalars["rows"] == 2 * (S - 12)
+
+
 def test_a_copy_made_in_an_observed_step_is_not_seen(tmp_path):
     """A teacher, or an average of the weights, has the hooks for ever: its calls were counted as
     the model's, and seen in place of those."""
