@@ -40,8 +40,18 @@ class StepWindow:
             report: [sum of token losses, tokens] of this rank, or a mean loss, which counts as one
                 token, the same kind in all steps; None: this rank has none.
             grad_norm: over all ranks, before clipping.
+
+        Raises ValueError: of another shape than that, or of another than in the steps before.
         """
+        grad_norm = _shaped("grad_norm", grad_norm)
         if report is not None and self._groups.reports_loss:
+            report = _shaped("loss", report, 2)
+            dim = report.dim() if isinstance(report, torch.Tensor) else 0
+            if self._reports and dim != self._reports[0].dim():
+                raise ValueError(
+                    f"loss is {report}, and was {self._reports[0]} before; give a mean in every "
+                    "step, or [sum of token losses, tokens] in every step"
+                )
             if not isinstance(report, torch.Tensor):  # a fill, not a copy
                 report = torch.full((), report, dtype=torch.float64, device=self._groups.device)
             elif not report.dim():  # one launch; a loop may write the next one where this one is
@@ -97,3 +107,16 @@ class StepWindow:
         if self._groups.rank == 0:  # the others add nothing to them
             losses = torch.tensor(saved["losses"][-count:], dtype=torch.float64)
             self._before = losses.to(self._groups.device)
+
+
+def _shaped(name: str, value: Any, *sizes: int) -> Any:
+    """A number, or a tensor of none or of the ``sizes``; of one number it is that. No launch."""
+    if isinstance(value, torch.Tensor):
+        value = value.reshape(()) if value.numel() == 1 else value
+        found, fits = f"shape {tuple(value.shape)}", value.shape in ((), *((n,) for n in sizes))
+    else:
+        found, fits = f"type {type(value).__name__}", not isinstance(value, (list, tuple, dict))
+    if not fits:
+        pair = ", or the tensor [sum of token losses, tokens]" if sizes else ""
+        raise ValueError(f"{name} is of {found}; allowed: one number{pair}: give the mean")
+    return value

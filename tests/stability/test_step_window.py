@@ -27,6 +27,26 @@ def run(name: str, *keys: str, **more: Any) -> dict[str, Any]:
     return {"set": [f"name={name}", *WATCH, *keys], **more}
 
 
+def test_losses_and_norms_of_other_shapes():
+    """They ended the training at its first record, in an error that named neither."""
+    groups: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, reports_loss=True)
+    window = StepWindow(5, groups)
+    for report in (torch.full((1,), 3.0), 3, np.float32(3), torch.full((1, 1), 3.0)):
+        window.observe(report, torch.full((1,), 2.0))
+    assert window.drain().tolist() == [[3, 1, 2]] * 4
+    for report, text in (
+        (torch.ones(3), r"loss is of shape \(3,\); allowed: one number, or the tensor"),
+        ([6.0, 2.0], "loss is of type list; allowed: one number, or"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            window.observe(report, 1.0)
+    with pytest.raises(ValueError, match=r"grad_norm is of shape \(2,\); allowed: one number"):
+        window.observe(1.0, torch.ones(2))
+    window.observe(1.0, 1.0)
+    with pytest.raises(ValueError, match=r"loss is tensor.* was 1.0 before; give a mean in every"):
+        window.observe(torch.ones(2), 1.0)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """Two ranks: unbroken, and stopped in order after step 2, by an error after step 5."""
