@@ -186,7 +186,7 @@ class AttentionMonitor:
         if self._resumed:  # a rewind, or after an error in a step
             self.close()
             self._reset()
-        self._resumed = True
+        self._resumed, self._step = True, step
         if switched_at is None:
             switched_at = (state or {}).get("switched_at")
         silent, switched_at = switched_at is None, int(switched_at or 0)
@@ -256,13 +256,14 @@ class AttentionMonitor:
     def before_step(self, step: int) -> None:
         """``step`` (1-based) begins. Collective at the first one, where `resume` was not called.
 
-        Raises ValueError: it is none.
+        Raises ValueError: it is none, or one before the last.
         """
-        if step < 1:
-            raise ValueError(f"before_step({step}): steps are counted from 1")
-        self._step = step
+        if step < max(1, self._step):
+            raise ValueError(f"before_step({step}) after {self._step}: steps are counted from 1, "
+                             "on over epochs; before a loop goes back, call resume")  # fmt: skip
         if not self._resumed:
             self.resume(step - 1)
+        self._step = step
         self._observing = self.options.enabled and step % self.options.interval == 0
         requests = []
         if self._observing:

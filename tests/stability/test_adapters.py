@@ -247,6 +247,13 @@ def test_what_cannot_be_watched_is_refused(tmp_path):
         AttentionMonitor(watch(Net(), r".*\d\.attend", heads=H), directory=tmp_path).after_step(
             9, loss=1.0
         )
+    monitor = AttentionMonitor(watch(Net(), r".*\d\.attend", heads=H), directory=tmp_path)
+    monitor.before_step(7)
+    with pytest.raises(ValueError, match=r"before_step\(1\) after 7: .* on over epochs"):
+        monitor.before_step(1)  # its records would not ascend
+    monitor.resume(0)
+    monitor.before_step(1)
+    monitor.close()
     with pytest.raises(ValueError, match="put our core attention into the model"):
         loop(tmp_path, options=MonitorOptions(guard="switch"))
     with pytest.raises(ValueError, match="interval"):
