@@ -334,7 +334,8 @@ class Observer:
     def _after(self, site: Site) -> Callable[..., None]:
         def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             if module is site.module:  # a copy of it, made in an observed step, has this hook
-                self.called(site, args, kwargs, output[0] if isinstance(output, tuple) else output)
+                first = output[0] if isinstance(output, (tuple, list)) else output
+                self.called(site, args, kwargs, first)
 
         return hook
 
@@ -344,7 +345,7 @@ class Observer:
             return
         wanted = self._wanted(site)
         self._calls[id(site.module)] = self._calls.get(id(site.module), 0) + 1
-        if not wanted or not output.requires_grad:
+        if not wanted or not getattr(output, "requires_grad", False):
             return
         seen = (site.read or self._core_call)(site, args, kwargs, output)
         if seen is not None:

@@ -303,6 +303,32 @@ def test_transforms_of_torch_func_are_not_seen(tmp_path):
     assert (told.heads["kappa"] > 0).all() and told.scalars["rows"] == 2 * (S - 12)
 
 
+@pytest.mark.parametrize("kind", [list, dict])
+def test_outputs_in_other_containers_do_not_end_the_step(tmp_path, kind):
+    """The first tensor of a list is known; of the others the verdict says that nothing is."""
+
+    class Contained(Attend):
+        def forward(self, *qkv: torch.Tensor) -> Any:
+            return kind([("out", super().forward(*qkv))]) if kind is dict else [
+                super().forward(*qkv), None
+            ]  # fmt: skip
+
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Contained()])})
+    watched = watch(model, r"layers\.\d+", heads=H, order="bhsd")
+    q, k, v = (torch.nn.Parameter(torch.randn(1, H, S, D)) for _ in range(3))
+    watched = dataclasses.replace(watched, roots=[torch.nn.ParameterList([q, k, v])])
+    monitor = AttentionMonitor(watched, directory=tmp_path, options=MonitorOptions(interval=1))
+    monitor.before_step(1)
+    out = model["layers"][0](q, k, v)
+    loss = (out["out"] if kind is dict else out[0]).square().mean()
+    loss.backward()
+    monitor.after_step(1, loss=loss)
+    found = monitor.finish(1)
+    monitor.close()
+    assert found is not None
+    assert ("nothing is known of attention" in found.verdict.line()) == (kind is dict)
+
+
 def test_a_copy_made_in_an_observed_step_is_not_seen(tmp_path):
     """A teacher, or an average of the weights, has the hooks for ever: its calls were counted as
     the model's, and seen in place of those."""
