@@ -66,12 +66,18 @@ def check(sites: Sequence[Site]) -> None:
 
 
 def check_watched(sites: Sequence[Site], model: Any) -> None:
-    """Whether any rank watches something; ValueError where nobody does. Collective."""
+    """Whether any rank watches something, on one device a rank; ValueError if not. Collective."""
     if not any(of_all(len(sites))):
         raise ValueError(
             f"no core attention in decoder.layers or mtp.layers of {type(model).__name__}: nothing "
             "would be watched, and the verdict be ok for ever; watch a GPTModel, or name the "
             "modules with adapters.torch_loop.watch, or set enabled: false (docs/integrations.md)"
+        )
+    devices = sorted({str(p.device) for p in model.parameters() if p.requires_grad})
+    if len(devices) > 1:  # device_map of Hugging Face, say
+        raise ValueError(
+            f"parameters of {type(model).__name__} are trained on {', '.join(devices)}; allowed: "
+            "one device a rank, where everything is summed up; train on one, or set enabled: false"
         )
 
 

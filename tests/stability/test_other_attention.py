@@ -329,6 +329,18 @@ def test_outputs_in_other_containers_do_not_end_the_step(tmp_path, kind):
     assert ("nothing is known of attention" in found.verdict.line()) == (kind is dict)
 
 
+def test_a_model_on_several_devices_is_refused(tmp_path):
+    """It ended in an error of torch in the first observed step."""
+    model = Net()
+    model.far = torch.nn.Linear(2, 2, device="meta")
+    watched = watch(model, r"layers\.\d+", heads=H, order="bhsd")
+    with pytest.raises(ValueError, match="are trained on cpu, meta; allowed: one device a rank"):
+        AttentionMonitor(watched, directory=tmp_path)
+    AttentionMonitor(watched, directory=tmp_path, options=MonitorOptions(enabled=False))
+    model.far.requires_grad_(False)
+    AttentionMonitor(watched, directory=tmp_path)
+
+
 def test_a_copy_made_in_an_observed_step_is_not_seen(tmp_path):
     """A teacher, or an average of the weights, has the hooks for ever: its calls were counted as
     the model's, and seen in place of those."""
