@@ -181,6 +181,45 @@ def test_an_encoder_with_other_heads_than_the_decoder(tmp_path, told, caplog):
     assert ("self_attn is not observed: it has 4 query heads" in caplog.text) == (not told)
 
 
+def test_a_training_within_the_training_of_another_model(tmp_path):
+    """Hugging Face: where it ended, attention of the outer model was observed no more."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
+
+    from megatron_patch.stability.adapters.hugging_face import attention_callback
+
+    config = transformers.LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32,
+                                      num_hidden_layers=1, num_attention_heads=4)  # fmt: skip
+    before, ids = FUNCTIONS["sdpa"], torch.arange(1, 31).view(1, 30)
+    control = SimpleNamespace(should_save=False, should_training_stop=False)
+    trainings: list[Any] = []
+    for name in ("outer", "inner"):
+        model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+        options = MonitorOptions(interval=1)
+        callback = attention_callback(model, directory=tmp_path / name, options=options)
+        trainings.append((model, callback, SimpleNamespace(global_step=0)))
+
+    def step(model: Any, callback: Any, state: Any) -> None:
+        callback.on_step_begin(None, state, control)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        state.global_step += 1
+        rates = SimpleNamespace(get_last_lr=lambda: [0.1])
+        callback.on_step_end(SimpleNamespace(), state, control, lr_scheduler=rates)
+
+    for _, callback, state in trainings:
+        callback.on_train_begin(None, state, control)
+    for training in (*trainings, *trainings):
+        step(*training)
+    for (_, callback, state), more in zip(trainings[::-1], (trainings[:1], []), strict=True):
+        callback.on_train_end(None, state, control)
+        for training in more:
+            step(*training)
+    assert FUNCTIONS["sdpa"] is before
+    for name, steps in (("outer", 3), ("inner", 2)):
+        kappa = record.read(tmp_path / name).heads["kappa"]
+        assert len(kappa) == steps and (kappa > 0).all()
+
+
 def test_values_that_layers_share_have_no_sum_of_their_own(tmp_path):
     """As Gemma 3n's last ones do: the gradient is that of all, and `dv_sum` was in millions."""
     torch.manual_seed(0)

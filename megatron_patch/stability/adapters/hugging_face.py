@@ -31,20 +31,22 @@ def attention_callback(model: Any, **options: Any) -> Any:
 
     name = model.config._attn_implementation
     watched = _watched(model, name, known=name in FUNCTIONS.valid_keys())
-    monitor, plain = AttentionMonitor(watched, **options), FUNCTIONS[name]
+    monitor = AttentionMonitor(watched, **options)
     losses, saves = _Losses(), Saves()
 
     class Callback(TrainerCallback):  # type: ignore[misc]
         handle: Any = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-            if self.handle is not None:  # after an error, as ``auto_find_batch_size`` does
+            if self.handle is None:  # another model's training may be around this one
+                self.plain = FUNCTIONS[name]
+            else:  # after an error, as ``auto_find_batch_size`` does
                 self.handle.remove()
             self.handle = model.register_forward_hook(losses.keep, with_kwargs=True)
             self.stop = None
             self.norm: Any = None
             monitor.resume(state.global_step)
-            FUNCTIONS[name] = monitor.observer.around(plain, watched.sites)
+            FUNCTIONS[name] = monitor.observer.around(self.plain, watched.sites)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             losses.parts = []
@@ -67,7 +69,8 @@ def attention_callback(model: Any, **options: Any) -> Any:
             monitor.finish(state.global_step)
             monitor.close()
             self.handle.remove()
-            FUNCTIONS[name] = plain
+            self.handle = None
+            FUNCTIONS[name] = self.plain
             if self.stop is not None:  # saved; a scheduler must not take it for a success
                 raise self.stop
 
