@@ -318,7 +318,7 @@ class AttentionMonitor:
             step: the update of which is launched.
             loss: mean loss of this rank, or a tensor [sum of token losses, tokens]; may be on the
                 device. None only where ``groups.reports_loss`` is false.
-            grad_norm: over all ranks, before clipping; None if nobody computes it.
+            grad_norm: over all ranks, before clipping; None: not computed, or GradScaler skips.
             lr: of the update; default: the optimizer's first group's.
 
         Returns the record of an earlier step, if one has arrived.
