@@ -58,8 +58,22 @@ start_job() {
   say "job $JOB${SLURM_ARRAY_TASK_ID:+ (array task $SLURM_ARRAY_TASK_ID)}, restart $RESTART," \
     "nodes ${SLURM_JOB_NODELIST:-?}, run directory $RUN_DIR"
   if [[ -n $SETUP_SCRIPT ]]; then
+    SETTING_UP=1
+    trap 'end_setup $?' EXIT
+    set +u # what modules and conda ship reads variables that nobody has set
     # shellcheck source=/dev/null
     source "$SETUP_SCRIPT"
+    set -euo pipefail # also where the script has left other options
+    SETTING_UP=0
+  fi
+}
+
+# The shell ends in the middle of the setup script: by its exit, or by a command that failed.
+end_setup() {
+  if ((SETTING_UP)); then
+    say "cluster.setup_script $SETUP_SCRIPT ended this job (exit code $1, at: $BASH_COMMAND): it is" \
+      "read by this shell, so leave exit out, and write COMMAND || true where COMMAND may fail"
+    exit $(($1 ? $1 : 1))
   fi
 }
 

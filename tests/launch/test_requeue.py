@@ -230,3 +230,27 @@ def test_slow_nodes_may_report(shims):
     assert shims.drive(":", ":", "finish", cluster=PREFLIGHT)[0] == 0
     waits = [[a for a in call if a.startswith("--wait=")] for call in shims.calls("srun")]
     assert waits == [["--wait=900"], ["--wait=60"], ["--wait=60"]]
+
+
+@pytest.mark.parametrize("text", ["X=$NOBODY_SET_THIS", "set +eu", "shopt -s nullglob; true"])
+def test_a_setup_script_may_be_one_of_modules_or_conda(shims, text):
+    """They read variables that are not set, and leave options behind."""
+    (shims.folder / "setup.sh").write_text(f"{text}\nexport PATH=$PATH:/from/setup\n")
+    cluster = "  setup_script: setup.sh\n"
+    code, output = shims.drive("finish", cluster=cluster)
+    assert code == 0, output
+    assert ":/from/setup\n" in (shims.shim / "env.srun.0").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("true\n[[ -d /nowhere ]] && X=1", "exit code 1"), ("no-such-command", "exit code 127"),
+     ("exit 0", "exit code 0"), (None, "exit code 1")],
+)  # fmt: skip
+def test_a_setup_script_that_fails_is_named(shims, text, found):
+    """And is never the good end of a job."""
+    if text is not None:
+        (shims.folder / "setup.sh").write_text(text + "\n")
+    code, output = shims.drive("finish", cluster="  setup_script: setup.sh\n")
+    assert code not in (0, 2) and not shims.calls("srun"), output
+    assert f"cluster.setup_script {shims.folder}/setup.sh ended this job ({found}, at:" in output
