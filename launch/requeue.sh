@@ -183,6 +183,9 @@ continue_later() {
     chain)
       record "chain=$1"
       exclude_bad_nodes
+      if ((${SLURM_ARRAY_TASK_ID:-0} >= ${SLURM_ARRAY_TASK_MAX:-0})); then
+        end_job 1 "not finished, and no task of the chain is left: 'megatron-patch launch' goes on"
+      fi
       say "not finished; the next task of the array goes on"
       release_lock
       exit 0

@@ -165,8 +165,19 @@ def test_the_last_task_of_a_chain_excludes_nothing(shims):
     code, output = shims.drive(
         ":", failing, cluster=cluster, **CHAIN | {"SLURM_ARRAY_TASK_ID": "4"}
     )
-    assert code == 0 and "no task of the chain is left" in output
+    assert code == 1 and "no task of the chain is left to exclude" in output
     assert not [call for call in shims.calls("scontrol") if call[0] == "update"]
+
+
+@pytest.mark.parametrize("step", [STOPPED, CRASH])
+@pytest.mark.parametrize(("task", "left"), [("3", True), ("4", False)])
+def test_the_last_task_of_a_chain_does_not_promise_another(shims, step, task, left):
+    """And does not end well when the run is not finished."""
+    cluster = "  continuation: chain\n  max_restarts: 0\n"
+    code, output = shims.drive(step, cluster=cluster, **CHAIN | {"SLURM_ARRAY_TASK_ID": task})
+    assert ("the next task of the array goes on" in output) == left and code == (not left), output
+    assert ("no task of the chain is left: 'megatron-patch launch'" in output) != left
+    assert not (shims.run / "launch" / "lock").exists()
 
 
 @pytest.mark.parametrize("where", ["training", "preflight"])
