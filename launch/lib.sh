@@ -22,8 +22,10 @@ readonly STEP_WAIT=60 PREFLIGHT_WAIT=900
 # shellcheck source=launch/requeue.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/requeue.sh"
 
+# The log may lie on a disk that is full: what it cannot take must not end the job, least of all while
+# the ranks are being asked to save.
 say() {
-  printf '[%(%F %T)T] %s\n' -1 "$*"
+  printf '[%(%F %T)T] %s\n' -1 "$*" || true
 }
 
 # bash runs a command inside an array index when it calculates with a variable: numbers only.
@@ -108,7 +110,7 @@ new_attempt() {
     # Slurm can start the same restart twice (node failure before the script ran on).
     mv "$ATTEMPT_DIR" "$ATTEMPT_DIR.before-$(date +%s)"
   fi
-  mkdir -p "$ATTEMPT_DIR/exit"
+  mkdir -p "$ATTEMPT_DIR/exit" || end_job 1 "not finished: $ATTEMPT_DIR cannot be made"
 }
 
 # on_nodes ARG...: node.sh with ARG on every node (or as $STEP_OPTIONS say), signals kept apart.
@@ -375,7 +377,7 @@ after_crash() {
   same=$(awk -v job="job=$JOB" -v step="step=$step" \
     '$2 == job && $NF == "crash" { if ($5 == step) n++; else n = 0 }
      $2 == job && $NF == "stopped" { n = 0 }
-     END { print n + 0 }' "$STATE_DIR/events.log")
+     END { print n + 0 }' "$STATE_DIR/events.log") || same=0
   if ((same >= SAME_STEP_LIMIT)); then
     stop_for_good 1 "$same crashes in a row at step $step"
   fi

@@ -65,9 +65,20 @@ count_events() {
   awk -v job="job=$JOB" -v want="$1" '$2 == job && index($0 " ", " " want " ") { n++ } END { print n + 0 }' "$file"
 }
 
+# A line that cannot be written must not change how the job ends ...
 record() {
+  count "$1" || say "warning: $STATE_DIR/events.log cannot be written: '$1' is missing in it"
+}
+
+# ... unless a budget counts it.
+count() {
   printf '%(%FT%TZ)T job=%s restart=%s attempt=%s step=%s %s\n' -1 "$JOB" "$RESTART" "$ATTEMPT" \
     "$(last_step)" "$1" >>"$STATE_DIR/events.log"
+}
+
+count_or_end() {
+  count "$1" || end_job 1 "not finished; $STATE_DIR/events.log, which limits how often the job goes on, \
+cannot be written: make room, then 'megatron-patch launch' continues"
 }
 
 # --- one job at a time ----------------------------------------------------------------------------
@@ -181,7 +192,7 @@ continue_after_crash() {
 continue_later() {
   case $CONTINUATION in
     chain)
-      record "chain=$1"
+      count_or_end "chain=$1"
       exclude_bad_nodes
       if ((${SLURM_ARRAY_TASK_ID:-0} >= ${SLURM_ARRAY_TASK_MAX:-0})); then
         end_job 1 "not finished, and no task of the chain is left: 'megatron-patch launch' goes on"
@@ -199,7 +210,7 @@ continue_later() {
   if (($(count_events requeue=stop) + $(count_events requeue=crash) >= MAX_REQUEUES)); then
     stop_for_good 1 "retry budget used up ($MAX_REQUEUES requeues)"
   fi
-  record "requeue=$1"
+  count_or_end "requeue=$1"
   say "not finished: requeueing job $SLURM_JOB_ID (cause: $1)"
   # Slurm may end this shell from here on; the exclusion is for a pending job only and comes last.
   trap '' TERM USR1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 
 import pytest
@@ -68,6 +69,40 @@ def test_a_report_that_cannot_be_made_does_not_end_the_job(shims):
     (shims.run / "crashes.jsonl").mkdir()
     code, output = shims.drive(CRASH, "finish")
     assert code == 0 and "warning: could not write into the crash ledger" in output
+
+
+GONE = 'rm -f "$RUN/launch/events.log"; ln -s nowhere/x "$RUN/launch/events.log"; '
+
+
+@pytest.mark.parametrize(
+    ("step", "code"),
+    [("finish", 0), ("leave 0 3; leave 1 3; exit 1", 3), (STOPPED, 1), (CRASH, 1)],
+)
+def test_events_that_cannot_be_written_end_only_what_they_limit(shims, step, code):
+    """As on a full disk: finished is finished, but nothing goes on that no budget counts."""
+    found, output = shims.drive(GONE + step, cluster="  max_restarts: 0\n")
+    assert found == code and shims.requeues() == 0, output
+    assert "warning: " in output and "is missing in it" in output
+    assert ("which limits how often the job goes on" in output) == (code == 1)
+    assert not (shims.run / "launch" / "lock").exists()
+
+
+SAVES = """\
+trap 'step 9; leave 0 0; leave 1 0; exit 0' USR1
+step 5; kill -USR1 "$PPID"
+for _ in {1..90}; do sleep 1 >/dev/null 2>&1; done"""
+
+
+@pytest.mark.parametrize(("step", "goes_on"), [(SAVES, True), ("finish", False)])
+def test_a_log_on_a_full_disk_ends_nothing(shims, step, goes_on):
+    """Least of all the job that asks its ranks to save."""
+    script = shims.render()
+    (shims.shim / "scenario.0").write_text(step)
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(
+            ["bash", script], env=shims.environment, cwd=shims.folder, stdout=full, stderr=full
+        )
+    assert process.wait(300) == 0 and shims.requeues() == goes_on
 
 
 def late(shims, step: str, state: str, first: signal.Signals, cluster: str = "") -> tuple[str, int]:
