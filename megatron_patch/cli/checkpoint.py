@@ -166,17 +166,19 @@ def _print_json(**answer: Any) -> None:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    from megatron_patch.checkpoint import newest, pinned
+    from megatron_patch.checkpoint import inspect, newest, pinned
     from megatron_patch.checkpoint.directory import CheckpointDirectory
     from megatron_patch.checkpoint.errors import CheckpointError
 
     root, entries = _survey(args)
-    directory, edited = CheckpointDirectory(root), ""
-    problem = pinned.missing_warning(root, directory.complete_names())
+    directory, edited, problem = CheckpointDirectory(root), "", ""
     try:
+        problem = pinned.missing_warning(root, directory.complete_names())
         newest.candidates(directory)
     except CheckpointError as error:
         edited = str(error)
+    except OSError as error:  # of files beside the checkpoints, which the survey did not need
+        raise inspect.RequestError(f"{error.filename} cannot be read: {error.strerror}") from None
     if args.json:
         found = [e.as_dict() for e in entries]
         _print_json(store=root, entries=found, pinned_problem=problem, latest_problem=edited)

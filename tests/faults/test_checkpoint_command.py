@@ -76,6 +76,17 @@ def test_list_json_and_a_single_checkpoint(run_dir, call):
     assert entry["size"] > 15_000 and entry["signed"] is False
 
 
+@pytest.mark.parametrize("name", ["store.json", "latest", "pinned"])
+def test_list_names_a_file_that_cannot_be_read(run_dir, call, name):
+    """A directory in its place; on a colleague's run one without permission."""
+    path = run_dir / "checkpoints" / name
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    code, out, err = call("list", run_dir)
+    assert f"{path}" in out + err, (code, out, err)
+    assert code == 2 or (code == 0 and "warning: " in out)
+
+
 def test_verify_good(run_dir, call):
     code, out, err = call("verify", run_dir)
     assert code == 0 and out.count("good  ") == 5 and "5 of 5" in out and err == ""
