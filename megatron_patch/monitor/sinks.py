@@ -109,6 +109,7 @@ class WandbSink:
             run_id = uuid.uuid4().hex
             write_whole(id_file, run_id + "\n")
         self._best_effort = BestEffort("the record of Weights & Biases")
+        self._known: set[str] = set()
         self._run = wandb.init(
             project=config.project,
             entity=config.entity,
@@ -121,11 +122,23 @@ class WandbSink:
         )
 
     def log(self, metrics: StepMetrics) -> None:
-        self._best_effort.attempt(lambda: self._run.log(metrics.scalars(), step=metrics.step))
+        self._send(metrics.scalars() | {"step": metrics.step})
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        # W&B refuses steps that lie behind: the record's own step travels as a number.
-        self._best_effort.attempt(lambda: self._run.log(values | {"stability/step": step}))
+        self._send(values | {"stability/step": step})
+
+    def _send(self, row: dict[str, float]) -> None:
+        """One row. W&B counts them itself, and drops one that comes with a lower count: whatever
+        is repeated after a crash or a rewind. So steps travel as numbers, and are the axes."""
+
+        def work() -> None:
+            for name in sorted(row.keys() - self._known):
+                axis = "stability/step" if name.startswith("stability/") else "step"
+                self._run.define_metric(name, step_metric=axis)
+                self._known.add(name)
+            self._run.log(row)
+
+        self._best_effort.attempt(work)
 
     def close(self) -> None:
         self._best_effort.attempt(self._run.finish)

@@ -278,3 +278,46 @@ def test_a_resumed_run_of_wandb_has_one_id(tmp_path, monkeypatch, left):
         WandbSink(WandbConfig(enabled=True), tmp_path, name="run", settings={})
     assert ids[0] == ids[1] == (tmp_path / "wandb_id").read_text().strip()
     assert ids[0] == "abc" if left == "abc\n" else ids[0].isalnum()
+
+
+class CountingRun:
+    """Of W&B: rows have a count, and one that comes with a lower count is dropped."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.axes: dict[str, str] = {}
+        self.count = 0
+
+    def log(self, row: dict[str, float], step: int | None = None) -> None:
+        if step is not None and step < self.count:
+            return
+        self.count = self.count + 1 if step is None else step
+        self.rows.append(row)
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.axes[name] = step_metric
+
+    def finish(self) -> None:
+        """Nothing is left to send."""
+
+
+def test_steps_that_are_repeated_reach_wandb(tmp_path, monkeypatch):
+    """After a crash or a rewind, however many records came in between."""
+    from megatron_patch.monitor.sinks import WandbSink
+    from megatron_patch.schema.logging import WandbConfig
+
+    run = CountingRun()
+    wandb = types.ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setattr(wandb, "init", lambda **_: run, raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for steps in ((1, 2, 3), (2, 3, 4)):
+        sink = WandbSink(WandbConfig(enabled=True), tmp_path, name="run", settings={})
+        for step in steps:
+            sink.scalars(step, {"stability/kappa": 1.0})
+            sink.log(StepMetrics(step=step, consumed_tokens=1, loss=2.0, extra={"router": 1.0}))
+        sink.close()
+    assert [row["step"] for row in run.rows if "loss" in row] == [1, 2, 3, 2, 3, 4]
+    assert [r["stability/step"] for r in run.rows if "stability/kappa" in r] == [1, 2, 3, 2, 3, 4]
+    assert {run.axes[name] for name in ("loss", "router")} == {"step"}
+    assert run.axes["stability/kappa"] == "stability/step"
