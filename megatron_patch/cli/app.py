@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -16,6 +17,8 @@ OURS = ("megatron_patch", "stable_attention")
 BAD_INPUT = 2
 INTERRUPTED = 130
 READER_GONE = 141
+OUTPUT_LOST = 1
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -43,22 +46,39 @@ def run(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     args = build_parser().parse_args(argv)
     try:
-        return int(args.run(args))
+        done = int(args.run(args))
+        if getattr(args, "only_prints", False):
+            sys.stdout.flush()  # what cannot be written is known here, not while Python ends
+        return done
     except KeyboardInterrupt:
         print("megatron-patch: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        if not getattr(args, "only_prints", False):
-            raise
-        # `config show | head`: nobody reads on. Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_GONE
     except Exception as error:
         code = exit_code(error)
+        if code is not None:
+            report_error(error)
+        elif getattr(args, "only_prints", False):
+            code = _end_output(error)
         if code is None:
             raise
-        report_error(error)
         return code
+
+
+def _end_output(error: Exception) -> int | None:
+    """Exit code where nobody takes what is printed; None: the error is another one."""
+    if not isinstance(error, OSError) or error.filename is not None:
+        return None
+    if isinstance(error, BrokenPipeError):  # `config show | head`: nobody reads on
+        code = READER_GONE
+    elif error.errno in UNWRITABLE:
+        text = f"standard output: {error.strerror}; make room, or send it elsewhere"
+        print(f"megatron-patch: {text}", file=sys.stderr)
+        code = OUTPUT_LOST
+    else:
+        return None
+    # Python would complain once more at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 def exit_code(error: BaseException) -> int | None:

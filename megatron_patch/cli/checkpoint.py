@@ -79,7 +79,7 @@ def add_parser(commands: Subparsers) -> None:
         place = "folder of a Hugging Face model" if name == "import" else place
         made.add_argument("path", metavar="PATH", type=as_path, help=place)
         made.add_argument("--json", action="store_true", help="one JSON document on stdout")
-        made.set_defaults(run=work, only_prints=name == "list")
+        made.set_defaults(run=work, only_prints=name in ("list", "verify"))
         return made
 
     verify = action("verify", run_verify, "hash every file of every complete checkpoint")
@@ -217,6 +217,7 @@ def run_prune(args: argparse.Namespace) -> int:
     """Say what would go; with ``--delete`` delete it."""
     from megatron_patch.checkpoint import inspect
 
+    args.only_prints = not args.delete
     if args.keep_last is None and args.keep_every is None:
         raise inspect.RequestError("prune needs a rule: --keep-last N, --keep-every STEPS, or both")
     root, entries = _survey(args, whole=True)

@@ -84,7 +84,7 @@ def add_parser(commands: Subparsers) -> None:
     doctor = commands.add_parser("doctor", help=text, description=DOCTOR)
     text = "print the environment report as JSON and stop"
     doctor.add_argument("--json", action="store_true", help=text)
-    doctor.set_defaults(run=run_doctor)
+    doctor.set_defaults(run=run_doctor, only_prints=True)
 
     experiment = commands.add_parser(
         "experiment", add_help=False, prefix_chars="\0", description=EXPERIMENT

@@ -218,6 +218,36 @@ def test_a_closed_pipe_ends_quietly(run_yaml):
     assert done.stdout.startswith("Sections")
 
 
+PRINTS = {
+    "config docs": 0,
+    "doctor --json": 0,
+    "checkpoint verify x": 4,
+    "checkpoint prune x --keep-last 1": 4,
+}
+"""Commands that only print, and their exit code where x has no good checkpoint."""
+
+
+@pytest.mark.parametrize("words", PRINTS)
+def test_what_cannot_be_printed_leaves_no_traceback(words, tmp_path):
+    """To a reader that has gone, or into a file on a full disk."""
+    (tmp_path / "x" / "step_00000001.attempt-1").mkdir(parents=True)
+    command = [sys.executable, "-m", "megatron_patch", *words.split()]
+    come, go = os.pipe()
+    os.close(come)
+    with open(go, "w") as gone, open("/dev/full", "w") as full:
+        for out, code, said in (
+            (None, PRINTS[words], ""),
+            (gone, 141, ""),
+            (full, 1, "megatron-patch: standard output: No space left on device"),
+        ):
+            target = subprocess.DEVNULL if out is None else out
+            done = subprocess.run(
+                command, stdout=target, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False
+            )
+            assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+            assert said in done.stderr and "Exception ignored" not in done.stderr
+
+
 def test_plot_is_report_png_and_names_it(tmp_path, monkeypatch, capsys):
     from megatron_patch.report import charts
 
