@@ -25,9 +25,11 @@ prepare_caches() {
     exit 1
   fi
   chmod 700 "$base"
-  # What jobs of last week left behind.
-  find "$base" -mindepth 1 -maxdepth 1 -name 'job-*' -mtime +7 -exec rm -rf {} +
+  # What jobs of last week left behind; one that trains for longer on this node holds its own.
+  find "$base" -mindepth 1 -maxdepth 1 -name 'job-*' -mtime +7 -exec flock -n {} rm -rf {} \; || true
   mkdir -p "$CACHE_DIR/triton" "$CACHE_DIR/inductor"
+  exec {HELD}<"$CACHE_DIR"
+  flock -s "$HELD" || true
   export TRITON_CACHE_DIR=$CACHE_DIR/triton TORCHINDUCTOR_CACHE_DIR=$CACHE_DIR/inductor
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -27,7 +28,11 @@ def run_node(
 ) -> subprocess.CompletedProcess[str]:
     """Run node.sh with a Python that writes its arguments down."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/called\n')
+    own = tmp_path / f"megatron-patch-{os.getuid()}/job-1234"
+    python.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/called\n'
+        f"flock -n {own} true || >{tmp_path}/held\n"
+    )
     python.chmod(0o755)
     (tmp_path / "attempt").mkdir()
     environment = {
@@ -55,6 +60,24 @@ def test_a_local_directory_is_not_made(tmp_path):
     assert done.returncode == 1 and not (tmp_path / "unmounted").exists()
     (line,) = done.stderr.splitlines()
     assert f"cluster.local_dir {tmp_path / 'unmounted'} is missing or not writable" in line
+
+
+def test_caches_of_last_week_go_but_not_those_of_a_job_that_trains(tmp_path):
+    base = tmp_path / f"megatron-patch-{os.getuid()}"
+    last_week = time.time() - 9 * 24 * 3600
+    for name in ("job-7", "job-8"):
+        (base / name / "triton").mkdir(parents=True)
+        os.utime(base / name, (last_week, last_week))
+    held = os.open(base / "job-8", os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        done = run_node(tmp_path, "torchrun")
+    finally:
+        os.close(held)
+    assert done.returncode == 0, done.stderr
+    assert sorted(x.name for x in base.iterdir()) == ["job-1234", "job-8"]
+    # What the ranks' agent saw of its own: nobody else may remove it.
+    assert (tmp_path / "held").exists()
 
 
 def test_torchrun_never_restarts(tmp_path):
