@@ -269,8 +269,44 @@ def _of_whole_groups(
     return whole.chunk(tp.size())[tp.rank()]
 
 
+@contextlib.contextmanager
+def dealing_out_experts() -> Iterator[None]:
+    """Let the layer-wise optimizer deal experts out where only they have copies on other ranks.
+
+    With one data-parallel rank core deals nothing out. But tensor-parallel ranks may hold whole
+    experts: each would count them in the norm, and write them into the same place of a checkpoint.
+    """
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer as Core
+
+    core = Core.shard_params
+
+    def shard_params(self: Any, optimizers: Any, layouts: Any = None) -> None:
+        ranks = self.expt_dp.size()
+        if self.dp_cp.size() > 1 or ranks == 1:
+            core(self, optimizers, layouts)
+            return
+        self._shard_params_ping_pong(optimizers, 1, ranks)
+        self.dp_cp_params_list = None  # nothing to gather
+
+    with patched((Core, "shard_params", shard_params)):
+        yield
+
+
 def gather_on_gloo(optimizer: Any) -> None:
     """Gather updated weights by broadcasts where the group is gloo's: its gather wants equal
     sizes, and the layer-wise optimizer has whole matrices."""
     if torch.distributed.get_backend(optimizer.dp_cp) == "gloo":
-        optimizer.allgather_params = optimizer.broadcast_params
+        optimizer.allgather_params = functools.partial(_broadcast, optimizer)
+
+
+@torch.no_grad()
+def _broadcast(optimizer: Any) -> None:
+    """Core's ``broadcast_params``, which leaves experts out where they alone are dealt out."""
+    for owned, group in (
+        (optimizer.dp_cp_params_list, optimizer.dp_cp),
+        (optimizer.expt_dp_params_list, optimizer.expt_dp),
+    ):
+        for rank, parameters in enumerate(owned or ()):
+            source = torch.distributed.get_global_rank(group, rank)
+            for parameter in parameters:
+                torch.distributed.broadcast(parameter, source, group)

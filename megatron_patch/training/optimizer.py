@@ -85,7 +85,8 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> tuple[Any, str]:
     with core.adam(o.implementation) as name:
         # An installed kernel of others would take the gate away (`training.gate`).
         core.norm_and_clipping.install(any_kernel=name == "torch")
-        optimizer = get_megatron_optimizer(config, chunks)
+        with core.dealing_out_experts():
+            optimizer = get_megatron_optimizer(config, chunks)
     if muon:
         core.split_shared_groups(chunks, optimizer)
     core.copy_weights_at_once(optimizer)

@@ -143,6 +143,15 @@ def a_table_of_positions_is_a_matrix():
     assert not _is_nonlinear_or_embedding(torch.empty(4, 2))
 
 
+@shows("Muon's experts")
+def experts_are_left_whole():
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer as Core
+
+    one = SimpleNamespace(dp_cp=None, expt_dp=SimpleNamespace(size=lambda: 2))
+    Core.shard_params(one, [])
+    assert one.expt_dp_params_list is None
+
+
 @shows("rotary positions")
 def cosines_are_rounded():
     """Core multiplies by 16-bit cosines; the error against float64 is 1.4 times that of one

@@ -20,6 +20,12 @@ MUON = ("optimizer.name=muon", "training.train_steps=4", "checkpoint.interval=2"
 BF16 = (*MUON, "training.precision=bf16")
 WHOLE = (*MUON, "parallel.use_distributed_optimizer=false")
 STOP = "training.exit_at_step=2"
+EXPERTS = (*BF16, "model.moe.num_experts=2", "model.moe.ffn_hidden_size=32")
+WHOLE_EXPERTS = (
+    *EXPERTS, "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true",
+    "parallel.expert_tensor_parallel_size=1", "parallel.distributed_timeout_minutes=1",
+)  # fmt: skip
+"""One data-parallel rank, and two that hold every expert."""
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +53,10 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     run("shared16", 2, *BF16, *shared, "parallel.tensor_model_parallel_size=2")
     run("other", 1, *BF16[1:], "checkpoint.load_from=one@4", "checkpoint.carry_over=[data]")
     run("narrower", 1, *BF16, "checkpoint.load_from=unclipped@2")
+    run("experts", 1, *EXPERTS)
+    run("copied", 2, *WHOLE_EXPERTS, STOP)
+    run("copied", 2, *WHOLE_EXPERTS, attempt=" again")
+    run("gathered", 1, *EXPERTS, "checkpoint.load_from=copied@2")
     results = run_ranks(folder, corpus, 2, list(runs.values()))
     return folder, dict(zip(runs, results, strict=True))
 
@@ -66,7 +76,8 @@ def test_a_resume_repeats_every_bit(chain):
 @pytest.mark.parametrize(
     ("name", "expected", "limit"),
     [("unclipped", "one", 5e-3), ("narrower", "one", 5e-3), ("split", "whole", 1e-3),
-     ("shared", "grouped", 1e-3), ("shared16", "grouped16", 1e-3)],
+     ("shared", "grouped", 1e-3), ("shared16", "grouped16", 1e-3), ("copied", "experts", 5e-3),
+     ("gathered", "experts", 5e-3)],
 )  # fmt: skip
 def test_layouts_train_the_same(chain, name, expected, limit):
     """Sharded over two ranks, loaded from them by one, and with split matrices.
