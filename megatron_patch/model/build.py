@@ -239,6 +239,7 @@ def _chunk(
     mark_sinks(chunk)
     if model.moe is not None and model.add_bias_linear:
         _keep_experts_apart(chunk)
+    _give_views_of_biases(chunk)
     if is_compiled(config) and config.recompute_granularity != "full":
         residual.join(chunk.decoder)
     return chunk if run.training.device == "cpu" else chunk.cuda(torch.cuda.current_device())
@@ -253,3 +254,19 @@ def _keep_experts_apart(chunk: GPTModel) -> None:
     for module in chunk.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:
             module.explicit_expert_comm = True
+
+
+def _give_views_of_biases(chunk: GPTModel) -> None:
+    """Let MLPs that are recomputed return views of their biases, which core adds later.
+
+    A parameter that a checkpointed function returns is made its output, in the backward pass too:
+    that would start itself again without end.
+    """
+    for module in chunk.modules():
+        if getattr(module, "recompute_mlp", False):
+            module.mlp.linear_fc2.register_forward_hook(_with_view)
+
+
+def _with_view(module: Any, inputs: Any, result: Any) -> Any:
+    out, bias = result
+    return out, None if bias is None else bias.view_as(bias)

@@ -143,6 +143,16 @@ def a_table_of_positions_is_a_matrix():
     assert not _is_nonlinear_or_embedding(torch.empty(4, 2))
 
 
+@shows("recomputed biases")
+def a_returned_parameter_becomes_an_output():
+    from megatron.core.tensor_parallel import checkpoint
+
+    x, bias = torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2))
+    with single_rank():
+        checkpoint(lambda x: (x * 2, bias), False, x)
+    assert bias.grad_fn is not None
+
+
 @shows("Muon's experts")
 def experts_are_left_whole():
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer as Core

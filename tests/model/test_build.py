@@ -109,7 +109,7 @@ def test_reference_and_stock_attention_train_alike(name):
     ],
     ids=["selective", "full", "block"],
 )
-@pytest.mark.parametrize("name", ["llama-like", "mla, moe and mtp"])
+@pytest.mark.parametrize("name", ["llama-like", "gpt2-like", "mla, moe and mtp"])
 def test_recompute_changes_nothing_even_with_dropout(name, recompute):
     shape = VARIANTS[name] | {"hidden_dropout": 0.2, "attention_dropout": 0.3}
     loss, grads = loss_and_grads(built(tiny_run(shape)))
