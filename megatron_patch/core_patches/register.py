@@ -99,6 +99,8 @@ PATCHES = (
         "without Transformer Engine, every expert is an MLP of its own kernels"),
     Patch("recomputed biases", "transformer.transformer_layer.TransformerLayer._forward_mlp",
         "a recomputed MLP returns its bias itself, and the backward pass never ends"),
+    Patch("biases of experts", "tensor_parallel.RowParallelLinear.__init__",
+        "experts whole on tensor-parallel ranks have their biases' gradients summed twice"),
     Patch("extra depths", "transformer.multi_token_prediction.process_mtp_loss",
         "extra losses are weighted by the token counts of one rank's part of one micro-batch",
         upstream_issue=f"{_UPSTREAM}/issues/7452"),

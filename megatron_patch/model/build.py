@@ -246,14 +246,16 @@ def _chunk(
 
 
 def _keep_experts_apart(chunk: GPTModel) -> None:
-    """Leave the reduction out that sums nothing: biases of experts are not split over ranks.
+    """Leave the reductions out that sum too much: biases of experts are not split over ranks.
 
-    Core adds them in place to what it returned, which autograd forbids. Over several ranks of
-    experts core leaves it out itself.
+    Core adds them in place to what a reduction of one rank returned, which autograd forbids. Over
+    several ranks of experts core leaves it out itself. Under sequence parallelism it would sum
+    their gradients over tensor-parallel ranks once more, after those that hold copies have.
     """
     for module in chunk.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:
             module.explicit_expert_comm = True
+            module.bias.sequence_parallel = False
 
 
 def _give_views_of_biases(chunk: GPTModel) -> None:

@@ -153,6 +153,22 @@ def a_returned_parameter_becomes_an_output():
     assert bias.grad_fn is not None
 
 
+@shows("biases of experts")
+def a_bias_of_experts_is_summed_over_the_sequence():
+    from megatron.core.tensor_parallel import RowParallelLinear
+    from megatron.core.transformer import TransformerConfig
+
+    sizes = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1}
+    config = TransformerConfig(**sizes, use_cpu_initialization=True)
+    config.sequence_parallel = True
+    options = {"input_is_parallel": True, "skip_bias_add": True, "is_expert": True}
+    with single_rank():
+        layer = RowParallelLinear(
+            4, 4, config=config, init_method=torch.nn.init.ones_, bias=True, **options
+        )
+    assert layer.bias.sequence_parallel
+
+
 @shows("Muon's experts")
 def experts_are_left_whole():
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer as Core
