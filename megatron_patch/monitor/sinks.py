@@ -134,7 +134,7 @@ class WandbSink:
         def work() -> None:
             for name in sorted(row.keys() - self._known):
                 axis = "stability/step" if name.startswith("stability/") else "step"
-                self._run.define_metric(name, step_metric=axis)
+                self._run.define_metric(name, step_metric=None if name == axis else axis)
                 self._known.add(name)
             self._run.log(row)
 

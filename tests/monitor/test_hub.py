@@ -294,8 +294,9 @@ class CountingRun:
         self.count = self.count + 1 if step is None else step
         self.rows.append(row)
 
-    def define_metric(self, name: str, *, step_metric: str) -> None:
-        self.axes[name] = step_metric
+    def define_metric(self, name: str, *, step_metric: str | None) -> None:
+        if step_metric is not None:
+            self.axes[name] = step_metric
 
     def finish(self) -> None:
         """Nothing is left to send."""
