@@ -174,6 +174,14 @@ def test_recompute_that_cannot_work(keys, name):
     assert paths(run) == [f"training.recompute.{name}"]
 
 
+@pytest.mark.parametrize(("method", "found"), [("uniform", 1), ("block", 0)])
+def test_groups_of_layers_are_not_recomputed_beside_further_tokens(method, found):
+    """Core asserts it in the first step of the depths; it keeps them under `block`."""
+    keys = RecomputeConfig(granularity="full", method=method, num_layers=2)
+    run = tiny_run({"mtp": MTPConfig()}, training={"recompute": keys})
+    assert paths(run) == ["training.recompute.num_layers"] * found
+
+
 def test_every_problem_is_found_at_once():
     run = tiny_run(
         {"num_query_groups": 3, "window": [1], "hidden_dropout": 2.0, "init_std": 0.0},

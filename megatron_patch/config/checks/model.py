@@ -363,12 +363,12 @@ def _recompute(run: RunConfig) -> Iterator[Problem]:
     if recompute.granularity == "full":
         chunks = max(1, run.parallel.virtual_pipeline_model_parallel_size or 1)
         layers = min(run.parallel.stage_layers(model.num_layers) or [model.num_layers]) // chunks
-        if not 1 <= recompute.num_layers <= max(1, layers):
-            yield Problem(
-                "training.recompute.num_layers",
-                f"{recompute.num_layers}: must be 1 to {max(1, layers)}, the layers of one "
-                "pipeline stage",
-            )
+        most, why = max(1, layers), "the layers of one pipeline stage"
+        if model.mtp is not None and recompute.method == "uniform":
+            most, why = 1, "since Megatron-Core recomputes model.mtp so alone; or use method block"
+        if not 1 <= recompute.num_layers <= most:
+            text = f"{recompute.num_layers}: must be 1 to {most}, {why}"
+            yield Problem("training.recompute.num_layers", text)
     if recompute.granularity != "selective":
         return
     grouped = groups_experts(run) and model.layer_spec == "te"
