@@ -2,8 +2,9 @@
 
 Core's reads ``self_attention`` of every layer, which layers without attention lack (hybrids), and
 reshapes ``main_param`` as a whole weight, of which the distributed optimizer has a flat shard. Of
-fused projections it takes a tensor-parallel rank's rows for those of all ranks. It returns the
-largest logit of one tensor and pipeline rank; this one that of the model.
+fused projections it takes a tensor-parallel rank's rows for those of all ranks, and it leaves their
+biases as they are: logits that come from these stay, and every step scales the weights once more.
+It returns the largest logit of one tensor and pipeline rank; this one that of the model.
 """
 
 from __future__ import annotations
@@ -103,8 +104,13 @@ def _scale_rows(attention: Any, weight: torch.Tensor) -> torch.Tensor:
     return weight.mul_(factors.view(sharing, -1)[tp.rank() % sharing].unsqueeze(1))
 
 
+def _scale_bias(attention: Any, bias: torch.Tensor) -> torch.Tensor:
+    """The same of its bias, in place."""
+    return _scale_rows(attention, bias.unsqueeze(1)).squeeze(1)
+
+
 def _clip(chunk: Any, attention: Any) -> None:
-    """Core's clip of the weights, and the same of the shards that the optimizer updates."""
+    """Core's clip of weights, and the same of biases and of shards that the optimizer updates."""
     logits = attention.core_attention.current_max_attn_logits
     threshold = attention.config.qk_clip_threshold
     above = logits > threshold
@@ -121,8 +127,19 @@ def _clip(chunk: Any, attention: Any) -> None:
     finally:
         for weight, _, main in sharded:
             weight.main_param = main
-    if not sharded or not bool(above.any()):
+    bias = getattr(getattr(attention, "linear_qkv", None), "bias", None)
+    if bias is not None and not bias.numel():  # Transformer Engine's way to have none
+        bias = None
+    if (not sharded and bias is None) or not bool(above.any()):
         return
+    if bias is not None:
+        scale_bias = partial(_scale_bias, attention)
+        scale_bias(bias.data)
+        main = getattr(bias, "main_param", None)
+        if getattr(bias, "main_param_sharded", False):
+            sharded.append((bias, scale_bias, main))
+        elif main is not None:
+            scale_bias(main.data)
     for weight, scale, main in sharded:
         place = _place(chunk, weight)
         if place is None:  # other ranks update all of it

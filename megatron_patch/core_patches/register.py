@@ -130,7 +130,7 @@ PATCHES = (
         "optimizer.layer_wise_optimizer.LayerWiseDistributedOptimizer.shard_params",
         "experts with copies on tensor-parallel ranks alone are updated and saved by each of them"),
     Patch("QK clip", "optimizer.qk_clip.clip_qk",
-        "it fails on layers without attention, and on weights that are sharded",
+        "it fails on layers without attention and on sharded weights, and leaves biases unscaled",
         upstream_issue=f"{_UPSTREAM}/pull/7382"),
     # Checkpoints: checkpoint.{reshardable, optimizer_state, safe_reader, writer}
     Patch("resharding", f"{_DISTRIBUTED}.sharded_param_state_fully_reshardable",

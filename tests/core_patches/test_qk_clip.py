@@ -105,9 +105,29 @@ def test_a_head_whose_logits_are_all_negative_is_left_alone():
     torch.testing.assert_close(after[1][:queries], before[1][:queries] / 2)
 
 
-def with_shard(chunk: Any, rank: int) -> Any:
+@pytest.mark.parametrize("bf16", [False, True])
+def test_logits_of_biases_come_down_too(bf16):
+    """They stayed above the threshold, and every step scaled the weights again, towards zero."""
+    chunk = hybrid(bf16=bf16, add_qkv_bias=True)
+    attention = forward(chunk)
+    bias = attention.linear_qkv.bias
+    with torch.no_grad():
+        bias.normal_(std=3.0)
+    if bf16:  # as core's whole optimizer keeps them
+        bias.main_param = bias.detach().float()
+    forward(chunk)
+    assert clip_qk([chunk]) > 1
+    forward(chunk)
+    after = attention.core_attention.current_max_attn_logits.view(GROUPS, -1).amax(1)
+    torch.testing.assert_close(after, torch.ones(GROUPS), rtol=2e-2 if bf16 else 1e-4, atol=0)
+    if bf16:
+        torch.testing.assert_close(bias.main_param, bias.detach().float(), rtol=1e-2, atol=0)
+
+
+def with_shard(chunk: Any, rank: int, *, name: str = "weight") -> Any:
     """The chunk as the distributed optimizer of one of two ranks leaves it: a flat FP32 shard."""
-    weight = chunk.module.module.decoder.layers[1].self_attention.linear_qkv.weight
+    projection = chunk.module.module.decoder.layers[1].self_attention.linear_qkv
+    weight = getattr(projection, name)
     n = weight.numel()
     cut = (0, n // 3) if rank == 0 else (n // 3, n)
     weight.main_param = weight.detach().float().flatten()[slice(*cut)].clone()
@@ -129,10 +149,13 @@ def with_shard(chunk: Any, rank: int) -> Any:
     return weight, cut
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_shard_of_the_distributed_optimizer_is_scaled_like_the_weight(rank):
-    chunk = hybrid(bf16=True)
-    weight, cut = with_shard(chunk, rank)
+def test_the_shard_of_the_distributed_optimizer_is_scaled_like_the_weight(rank, name):
+    chunk = hybrid(bf16=True, add_qkv_bias=True)
+    with torch.no_grad():
+        chunk.module.module.decoder.layers[1].self_attention.linear_qkv.bias.normal_()
+    weight, cut = with_shard(chunk, rank, name=name)
     forward(chunk)
     whole = weight.detach().float().flatten()
     clip_qk([chunk])
