@@ -140,6 +140,10 @@ def _fusions(run: RunConfig) -> dict[str, Any]:
 def _layout(run: RunConfig) -> dict[str, Any]:
     parallel = run.parallel
     pipelined = parallel.pipeline_model_parallel_size > 1
+    first = parallel.num_layers_in_first_pipeline_stage
+    last = parallel.num_layers_in_last_pipeline_stage
+    if parallel.pipeline_model_parallel_size == 2 and first is not None:
+        last = None  # it has the rest; of two numbers core's virtual stages divide by zero
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
@@ -147,8 +151,8 @@ def _layout(run: RunConfig) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": (
             parallel.virtual_pipeline_model_parallel_size if pipelined else None
         ),
-        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
         "context_parallel_size": parallel.context_parallel_size,
         "hierarchical_context_parallel_sizes": parallel.hierarchical_context_parallel_sizes,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,

@@ -300,6 +300,7 @@ FIRST, LAST = (f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"
         (7, {PP: 4, LAST: 1}),
         (8, {PP: 4, FIRST: 1, LAST: 3}),
         (5, {PP: 2, FIRST: 2, LAST: 3}),
+        (6, {PP: 2, FIRST: 2, LAST: 4, VP: 2}),
         (12, {PP: 4, FIRST: 2, LAST: 2, VP: 2}),
         (14, {PP: 4, FIRST: 2, VP: 2}),
     ],
