@@ -107,6 +107,19 @@ def test_refused(parallel, training, path):
     assert path in {problem.path for problem in checks.optimizer_problems(run)}
 
 
+@pytest.mark.parametrize(("name", "found"), [("muon", 1), ("adamw", 0)])
+def test_whole_matrices_are_not_saved_by_slices(name, found):
+    """The key changed nothing of what was saved, and kept it from loading on other layouts."""
+    run = tiny_run(training={"precision": "bf16"})
+    run = dataclasses.replace(
+        run,
+        optimizer=dataclasses.replace(run.optimizer, name=name),
+        checkpoint=dataclasses.replace(run.checkpoint, optimizer_sharding="dp_reshardable"),
+    )
+    paths = [problem.path for problem in checks.checkpoint_problems(run)]
+    assert paths == ["checkpoint.optimizer_sharding"] * found
+
+
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(optimizer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(

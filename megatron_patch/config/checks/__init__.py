@@ -190,6 +190,13 @@ def checkpoint_problems(run: RunConfig) -> Iterator[Problem]:
             "dp_reshardable belongs to the distributed optimizer; set "
             "parallel.use_distributed_optimizer: true, or fully_reshardable here",
         )
+    elif c.optimizer_sharding == "dp_reshardable" and run.optimizer.name == "muon":
+        # It would only forbid what is saved to load on other layouts.
+        yield Problem(
+            "checkpoint.optimizer_sharding",
+            "dp_reshardable has no effect with optimizer.name muon, which is sharded by whole "
+            "matrices; set it to fully_reshardable",
+        )
     if c.hmac_key_file is not None:
         try:
             read_key(c.hmac_key_file)
