@@ -108,6 +108,9 @@ FEATURES = {
         training={"recompute": RecomputeConfig(granularity="full")},
     ),
     "mtp tied": Features({"mtp": MTPConfig(loss_scaling_factor=0.5), "tie_embeddings": True}),
+    "mtp dense": Features(
+        {"mtp": MTPConfig(loss_scaling_factor=0.5), "moe": moe(layer_freq=[1, 0])}, micro=2
+    ),
     "mtp moe": Features({"mtp": MTPConfig(loss_scaling_factor=0.5), "moe": moe()}, micro=2),
 }
 
@@ -203,7 +206,7 @@ def reference(features: Features) -> dict[str, Any]:
         figures["mtp"] = means[1:].mean().item()
     if moe and moe.load_balancing in auxiliary._BALANCING:
         kind = get_moe_metrics_tracker().metrics[auxiliary._BALANCING[moe.load_balancing]]
-        figures["moe"] = kind.values.mean().item() / count
+        figures["moe"] = kind.values[kind.values != 0].mean().item() / count
     return {"weights": weights, "grads": grads, "figures": figures}
 
 
@@ -367,6 +370,7 @@ TWO = {
     "mtp cp2": Case("mtp", CP2),
     "mtp tied pp2": Case("mtp tied", PP2),
     "mtp moe tp2 sp": Case("mtp moe", TP2SP),
+    "mtp dense pp2": Case("mtp dense", PP2),
     "mtp recomputed tp2 sp": Case("mtp recomputed", TP2SP),
 }
 TWO_MORE = {

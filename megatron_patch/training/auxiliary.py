@@ -17,6 +17,7 @@ import torch
 from megatron_patch.context_parallel.layout import shard
 from megatron_patch.data.reader import Batch
 from megatron_patch.schema.effective import masks_ends
+from megatron_patch.schema.model import moe_layers
 from megatron_patch.training.session import Session
 
 _BALANCING = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
@@ -95,11 +96,14 @@ def moe_loss(session: Session) -> float | None:
         force_initialize=True,
         track_names=[name],
         num_layers=model.num_layers,
-        moe_layer_freq=model.moe.layer_freq,
-        mtp_num_layers=None if model.mtp is None else model.mtp.num_layers,
+        moe_layer_freq=None,  # the mean of all: core takes every depth for an MoE layer
+        mtp_num_layers=model.attention_layers - model.num_layers,
         total_loss_dict=totals,
     )
-    return float(totals[name])
+    pattern = moe_layers(model) or [0]
+    depths = model.attention_layers - model.num_layers  # built as the last layer is
+    experts = sum(pattern) + pattern[-1] * depths
+    return float(totals[name]) * model.attention_layers / experts if experts else None
 
 
 def mtp_loss(session: Session) -> float | None:
