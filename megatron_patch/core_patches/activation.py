@@ -40,9 +40,12 @@ def activation_function(run: RunConfig) -> Activation:
 def core_fuses(run: RunConfig) -> bool:
     """Whether Megatron-Core can fuse the activation: SwiGLU, and GELU with a bias.
 
-    Its GELU is the tanh form: ``gelu`` becomes that only where fusions are asked for by name.
+    Its GELU is the tanh form: ``gelu`` becomes that only where fusions are asked for by name. What
+    experts do with biases it cannot fuse, and says so in the first step.
     """
     model = run.model
+    if model.moe is not None and model.add_bias_linear:
+        return False
     tanh = model.activation == "gelu_tanh"
     tanh = tanh or (model.activation == "gelu" and bool(run.training.compile_fusions))
     return model.activation == "swiglu" or (tanh and model.add_bias_linear)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from error_bound import check
-from megatron_cpu import fused, tiny_run
+from megatron_cpu import fused, loss_and_grads, tiny_run
 from stream_cases import alone
 
 from megatron_patch.core_patches import activation
@@ -47,6 +47,17 @@ def test_which_one_a_model_gets(model, on, expected):
     assert activation.activation_function(run) is expected
     mlp = fused(model, on=on).decoder.layers[0].mlp
     assert model.get("moe") or mlp.activation_func is expected
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gelu_tanh", "gelu"])
+def test_experts_with_biases_train_with_fusions_as_without(name):
+    """Core has no fused activation for them, and raised in the first step of a GPU run."""
+    experts = MoEConfig(num_experts=2, ffn_hidden_size=16)
+    model = {"activation": name, "add_bias_linear": True, "moe": experts}
+    found, plain = (loss_and_grads(fused(model, on=on, precision="fp32")) for on in (True, False))
+    assert found[0] == pytest.approx(plain[0], rel=1e-6) and found[1].keys() == plain[1].keys()
+    for parameter, gradient in found[1].items():
+        torch.testing.assert_close(gradient, plain[1][parameter], rtol=1e-4, atol=1e-6)
 
 
 def test_on_a_gpu_fusions_are_the_default_and_leave_gelu_exact():
