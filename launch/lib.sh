@@ -82,20 +82,21 @@ end_setup() {
 # --- attempts -------------------------------------------------------------------------------------
 
 find_nodes() {
-  local hosts host
+  local hosts host bad
   EXPECT=()
   hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
   MASTER_ADDR=${hosts%%$'\n'*}
   for host in $hosts; do
     EXPECT+=(--expect "$host")
   done
-  if [[ -f $STATE_DIR/excluded_nodes ]]; then
-    for host in $hosts; do
-      if grep -qxF -- "$host" "$STATE_DIR/excluded_nodes"; then
+  read_bad_nodes
+  for host in $hosts; do
+    for bad in ${BAD_NODES[@]+"${BAD_NODES[@]}"}; do
+      if [[ $host == "$bad" ]]; then
         say "note: $host failed an earlier preflight and is part of this job again"
       fi
     done
-  fi
+  done
 }
 
 # A directory of logs and a port of its own for every srun step.
@@ -415,7 +416,7 @@ preflight() {
     record preflight-failed
     if [[ -s $ATTEMPT_DIR/bad_nodes ]]; then
       bad=$(paste -sd' ' "$ATTEMPT_DIR/bad_nodes")
-      cat "$ATTEMPT_DIR/bad_nodes" >>"$STATE_DIR/excluded_nodes"
+      add_bad_nodes "$ATTEMPT_DIR/bad_nodes" || say "warning: cannot write excluded_nodes"
       say "bad node(s): $bad"
       continue_after_crash "bad node(s): $bad"
     fi

@@ -256,34 +256,57 @@ ended_by_others() {
   [[ $line =~ JobState=(COMPLETING|CANCELLED|PENDING|REQUEUED) && $line != *Reason=TimeLimit* ]]
 }
 
+# BAD_NODES of excluded_nodes, which people edit: one empty name, and Slurm refuses the whole list.
+read_bad_nodes() {
+  local line file=$STATE_DIR/excluded_nodes
+  BAD_NODES=()
+  [[ -f $file ]] || return 0
+  while read -r line; do
+    if [[ $line =~ ^[A-Za-z0-9][][A-Za-z0-9._,-]*$ ]]; then
+      BAD_NODES+=("$line")
+    elif [[ -n $line ]]; then
+      say "warning: $file: '$line' names no node and excludes none; write one name a line"
+    fi
+  done < <(sed -E 's/^[[:space:]]+|[[:space:]]+$//g' "$file" | sort -u)
+}
+
+# Add the nodes in FILE. An editor may have left the last line without its end.
+add_bad_nodes() {
+  local file=$STATE_DIR/excluded_nodes
+  [[ ! -s $file || -z $(tail -c 1 "$file") ]] || echo >>"$file" || return 1
+  cat "$1" >>"$file"
+}
+
 # For pending jobs: this one after its requeue, or the tasks of the chain that are left, one by one (of
 # the whole array Slurm would refuse the running task).
 exclude_bad_nodes() {
   local try nodes task job jobs=("$SLURM_JOB_ID") left
-  [[ -s $STATE_DIR/excluded_nodes ]] || return 0
-  nodes=$(sort -u "$STATE_DIR/excluded_nodes" | paste -sd, -)
+  [[ -e $STATE_DIR/excluded_nodes ]] || return 0
+  read_bad_nodes
+  # Also where no line is left: what an earlier requeue excluded is admitted again by that.
+  nodes=$(join , ${EXCLUDED_NODES:+"$EXCLUDED_NODES"} ${BAD_NODES[@]+"${BAD_NODES[@]}"})
   if [[ $CONTINUATION == chain ]]; then
     jobs=()
     for ((task = ${SLURM_ARRAY_TASK_ID:-0} + 1; task <= ${SLURM_ARRAY_TASK_MAX:-0}; task++)); do
       jobs+=("${SLURM_ARRAY_JOB_ID}_$task")
     done
     if ((${#jobs[@]} == 0)); then
-      say "no task of the chain is left to exclude $nodes from; the next submission does"
+      say "no task of the chain is left to exclude ${nodes:-no node} from; the next submission does"
       return 0
     fi
   fi
   for try in 1 2 3 4 5 6 7 8; do
     left=()
     for job in "${jobs[@]}"; do
-      scontrol update "JobId=$job" "ExcNodeList=${EXCLUDED_NODES:+$EXCLUDED_NODES,}$nodes" 2>/dev/null || left+=("$job")
+      scontrol update "JobId=$job" "ExcNodeList=$nodes" 2>/dev/null || left+=("$job")
     done
     if ((${#left[@]} == 0)); then
-      say "excluded: $nodes"
+      say "excluded: ${nodes:-no node}"
       return 0
     fi
     jobs=("${left[@]}")
     sleep 1
   done
-  say "could not exclude $nodes from ${jobs[*]}: $try tries; cluster.exclude_nodes does it for the" \
-    "next submission"
+  say "could not exclude ${nodes:-no node} from ${jobs[*]}: $try tries; cluster.exclude_nodes does it" \
+    "for the next submission"
 }

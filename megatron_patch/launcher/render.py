@@ -205,7 +205,8 @@ def settings(job: Job) -> Iterator[str]:
         "MAX_RESTARTS": c.max_restarts,
         "SAME_STEP_LIMIT": c.same_step_limit,
         "RESTART_PAUSE": c.restart_pause_seconds,
-        "EXCLUDED_NODES": excluded_nodes(job),
+        # Without those of the file: the job reads it, and its lines may be deleted meanwhile.
+        "EXCLUDED_NODES": c.exclude_nodes or "",
         "PREFLIGHT": int(c.preflight.enabled),
         "PREFLIGHT_COMMUNICATION": int(c.preflight.communication),
         "CONTAINER_IMAGE": c.container.image or "",

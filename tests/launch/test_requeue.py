@@ -194,6 +194,42 @@ def test_a_chain_leaves_bad_nodes_to_no_later_task(shims):
     assert updates == [["update", f"JobId=1230_{n}", "ExcNodeList=n9,n2"] for n in (3, 4)]
 
 
+@pytest.mark.parametrize(
+    ("lines", "excluded"),
+    [
+        ("n2\n\n \nn1\n", "n9,n1,n2"),
+        ("\tn2 \r\n", "n9,n2"),
+        ("n2", "n9,n2"),
+        ("n2 bad disk\nn1\n", "n9,n1"),
+        ("", "n9"),
+        (None, None),
+    ],
+)
+def test_excluded_nodes_are_read_as_people_edit_them(shims, lines, excluded):
+    """A name that is none would make Slurm refuse the list; a deleted line admits its node."""
+    script = shims.render("  exclude_nodes: n9\n")
+    file = shims.run / "launch" / "excluded_nodes"
+    file.write_text("n1\nn5\n")
+    shims.render("  exclude_nodes: n9\n")  # submitted while the file had them
+    assert "--exclude=n9,n1,n5" in script.read_text()
+    shims.render = lambda _: script
+    file.unlink() if lines is None else file.write_bytes(lines.encode())
+    code, output = shims.drive(STOPPED)
+    assert code == 0, output
+    updates = [call for call in shims.calls("scontrol") if call[0] == "update"]
+    wanted = [] if excluded is None else [["update", "JobId=1234", f"ExcNodeList={excluded}"]]
+    assert updates == wanted, output
+    assert ("'n2 bad disk' names no node" in output) == (lines == "n2 bad disk\nn1\n")
+
+
+def test_a_bad_node_is_no_part_of_a_last_line_without_an_end(shims):
+    (shims.run / "launch").mkdir()
+    (shims.run / "launch" / "excluded_nodes").write_text("n7")
+    failing = 'echo n2 >"$ATTEMPT_DIR/bad_nodes"; exit 1'
+    assert shims.drive(":", failing, cluster=PREFLIGHT)[0] == 0
+    assert ["update", "JobId=1234", "ExcNodeList=n2,n7"] in shims.calls("scontrol")
+
+
 def test_the_last_task_of_a_chain_excludes_nothing(shims):
     failing = 'echo n2 >"$ATTEMPT_DIR/bad_nodes"; exit 1'
     cluster = "  continuation: chain\n" + PREFLIGHT
