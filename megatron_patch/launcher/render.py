@@ -177,7 +177,8 @@ def excluded_nodes(job: Job) -> str:
     names = [job.run.cluster.exclude_nodes] if job.run.cluster.exclude_nodes else []
     file = job.launch_dir / "excluded_nodes"
     if file.is_file():
-        found = {line.strip() for line in file.read_text(encoding="utf-8").splitlines()}
+        text = file.read_text(encoding="utf-8", errors="replace")  # other lines name nodes still
+        found = {line.strip() for line in text.splitlines()}
         names += sorted(n for n in found if HOSTS.fullmatch(n) and n not in names)
     return ",".join(names)
 

@@ -66,7 +66,7 @@ def write(job: Job, loaded: Loaded) -> Path:
         write_whole(job.launch_dir / part, (source / part).read_text(encoding="utf-8"))
     write_whole(job.config_file, loaded.dump_yaml())
     script, text = job.launch_dir / "job.sbatch", render.render(job)
-    if script.exists() and script.read_text(encoding="utf-8") != text:
+    if script.exists() and script.read_bytes() != text.encode():  # what is there may be no text
         os.replace(script, script.with_suffix(f".{int(script.stat().st_mtime)}.sbatch"))
     write_whole(script, text)
     return script
@@ -133,7 +133,7 @@ def refuse_second(job: Job) -> None:
     file = job.launch_dir / "submitted"
     if not file.is_file():
         return
-    lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = [line.split() for line in file.read_text("utf-8", errors="replace").splitlines()]
     ids = [words[0] for words in lines if words and words[0].isdigit()]
     if not ids:
         return

@@ -66,6 +66,21 @@ def test_second_submission_is_refused(launch, shims, capsys):
     assert launch() == 0
 
 
+@pytest.mark.parametrize("name", ["job.sbatch", "submitted", "excluded_nodes"])
+def test_files_of_the_last_launch_that_are_no_text_end_nothing(launch, shims, name):
+    """As a torn write, or an editor, leaves them; their good lines count, nothing is lost."""
+    file = shims.run / "launch" / name
+    old = b"\xff\xfe\x00\n4711 2026\nn7\n"
+    file.write_bytes(old)
+    assert launch() == 0
+    if name == "job.sbatch":
+        assert old in [p.read_bytes() for p in file.parent.glob("job.*.sbatch")]
+    if name == "submitted":
+        (shims.shim / "queue").write_text("RUNNING")
+        assert launch() == 2
+    assert ("--exclude=n7\n" in file.with_name("job.sbatch").read_text()) == (name[0] == "e")
+
+
 def test_dry_run_writes_and_submits_nothing(launch, shims, capsys):
     before = sorted(shims.run.rglob("*"))
     assert launch("--dry-run") == 0
