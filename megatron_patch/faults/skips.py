@@ -40,6 +40,11 @@ class Skips:
             at += count
         return at
 
+    def trained(self, steps: int) -> tuple[int, tuple[Window, ...]]:
+        """What the first ``steps`` steps were: the end of their batches, the windows before it."""
+        end = self.batch(steps) + 1 if steps else 0
+        return end, tuple((f, min(n, end - f)) for f, n in self.windows if f < end)
+
     def add(self, first: int, count: int) -> Skips:
         """One more rewind, which leaves batches ``first .. first + count - 1`` out."""
         return Skips(merged([*self.windows, (first, count)]), self.rewinds + 1)

@@ -35,6 +35,7 @@ from megatron_patch.runtime.heartbeat import phase
 from megatron_patch.runtime.records import AppendOnlyFile
 from megatron_patch.runtime.watcher import ResumePoint, RewindWanted, UpdateDropped, Watcher
 from megatron_patch.schema.faults import SpikeConfig
+from megatron_patch.schema.problem import ConfigError, Problem
 
 FILE = "spikes.jsonl"
 FLOOR = 0.01
@@ -260,7 +261,7 @@ class SpikePolicy(Watcher):
         The file of the run directory wins over the checkpoint's copy: a rewind writes it before
         it goes on, so it knows of rewinds that no checkpoint has seen yet.
 
-        Raises ConfigError: the file is damaged.
+        Raises ConfigError: the file is damaged, or says something else about steps done.
         """
         saved = at.extra.get("faults")
         self.detector.history.clear()
@@ -269,7 +270,7 @@ class SpikePolicy(Watcher):
         if at.rewound:  # the windows are those that `plan_rewind` made
             return
         found, own = on_first_rank(
-            lambda: (skips.read(self._run_dir), at.has_saved), ValueError, rank=self._layout.rank
+            lambda: (self._listed(at), at.has_saved), ValueError, rank=self._layout.rank
         )
         if found is not None:
             self.skips = found
@@ -282,6 +283,25 @@ class SpikePolicy(Watcher):
         if self.skips.windows:
             left = ", ".join(f"{f}-{f + n - 1}" for f, n in self.skips.windows)
             self._log(f"global batches left out of this run: {left} ({skips.FILE})")
+
+    def _listed(self, at: ResumePoint) -> Skips | None:
+        """What the file says. First rank only."""
+        found, saved = skips.read(self._run_dir), at.extra.get("faults")
+        # Where another run's checkpoint is loaded, its data goes on all the same (`inheritance`).
+        if found is None or saved is None or not at.has_saved:
+            return found
+        before = Skips.from_dict(saved["skips"])
+        (end, past), (_, now) = before.trained(at.step), found.trained(at.step)
+        if past != now:
+            text = (
+                f"{self._run_dir / skips.FILE}: leaves out {list(map(list, now))} of the batches "
+                f"of steps 1-{at.step}, which were trained with {list(map(list, past))} left out; "
+                "from here on other batches would be left out or repeated. Put those back, and "
+                f"name batches from {end} on only; to leave out earlier ones, go back first: "
+                f"megatron-patch checkpoint rollback {self._run_dir} --to STEP"
+            )
+            raise ConfigError([Problem("run_dir", text)])
+        return found
 
     def plan_rewind(self, back_to: int) -> None:
         """Leave the batches from ``back_to`` to the spike out from now on."""

@@ -310,3 +310,36 @@ def test_rewinds_of_the_run_before_are_not_counted(tmp_path, own, rewinds):
     saved = {"faults": {"history": [], "skips": Skips(((4, 3),), 2).as_dict()}}
     policy.load_state(ResumePoint(9, 0, saved, has_saved=own))
     assert policy.skips == Skips(((4, 3),), rewinds) == skips.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("windows", "listed", "good"),
+    [
+        ((), [[9, 5]], True),
+        ((), [[8, 1]], False),
+        ((), [[2, 1]], False),
+        ((), [[2, 99]], False),
+        (((4, 3),), [[4, 3], [12, 2]], True),
+        (((4, 3),), [[4, 3], [11, 2]], False),
+        (((4, 3),), [], False),
+        (((9, 3),), [], True),
+        (((4, 3),), [[4, 4]], False),
+    ],
+)
+def test_a_list_that_changes_what_was_trained_is_refused(tmp_path, windows, listed, good):
+    """Later batches would move: some never read, some read twice."""
+    layout: Any = SimpleNamespace(rank=0, print_rank=True, world_size=1)
+    policy = SpikePolicy(
+        SpikeConfig(), MagicMock(), layout, roots=[], run_dir=tmp_path, log=MagicMock(),
+        samples=lambda batch: [],
+    )  # fmt: skip
+    skips.write(tmp_path, Skips(merged([(a, b) for a, b in listed])))
+    saved = {"faults": {"history": [], "skips": Skips(windows).as_dict()}}
+    own = ResumePoint(9, 0, saved, has_saved=True)
+    if good:
+        policy.load_state(own)
+    else:
+        with pytest.raises(ConfigError, match=r"of the batches of steps 1-9, which were trained"):
+            policy.load_state(own)
+    policy.load_state(ResumePoint(9, 0, saved, has_saved=False))  # another run's checkpoint
+    assert policy.skips.windows == merged([(a, b) for a, b in listed])
