@@ -198,10 +198,13 @@ def plan(root: Path, entries: list[Entry], *, last: int | None, every: int | Non
     Raises:
         PinnedFileError: what is pinned cannot be read.
         CheckpointError: what ``latest`` was set to is no checkpoint.
+        RequestError: going back was interrupted.
     """
     pinned.read(root)  # where it does not tell, any of them may be pinned
     directory = CheckpointStore(root).directory
     newest.refuse_edited(directory)  # which may mean any of them, too
+    if text := newest.unfinished(directory):  # what it goes to would be deleted as an old one
+        raise RequestError(text)
     identity = directory.identity
     kept: list[tuple[Entry, str]] = []
     doomed: list[Entry] = []

@@ -80,6 +80,21 @@ def refuse_edited(directory: CheckpointDirectory, *, own: bool = True) -> None:
     raise CheckpointError(_edited(directory.root, text, latest.name, names, own=own))
 
 
+def unfinished(directory: CheckpointDirectory) -> str:
+    """What to say where going back was interrupted before all newer ones were aside; else empty.
+
+    The next start finishes it, so the newest is not the one that counts.
+    """
+    names, to = directory.complete_names(), directory.read_pointer(NEXT).name
+    if to not in names[1:]:
+        return ""
+    command = f"megatron-patch checkpoint rollback {shlex.quote(str(directory.root))} --to"
+    return (
+        f"{directory.root}: going back to {to} was interrupted, and newer ones are there still; "
+        f"finish it: {command} {to}; or continue from the newest: {command} {names[0]}"
+    )
+
+
 def _edited(root: Path, text: str, name: str, names: Sequence[str], *, own: bool) -> str:
     """Why ``latest`` is for a person, and the commands that decide it.
 

@@ -175,6 +175,7 @@ def run_list(args: argparse.Namespace) -> int:
     try:
         problem = pinned.missing_warning(root, directory.complete_names())
         newest.candidates(directory)
+        edited = newest.unfinished(directory)
     except CheckpointError as error:
         edited = str(error)
     except OSError as error:  # of files beside the checkpoints, which the survey did not need

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_patch.checkpoint import inspect
+from megatron_patch.checkpoint.directory import CheckpointDirectory
 from megatron_patch.checkpoint.store import CheckpointStore
 from megatron_patch.cli import app
 
@@ -173,6 +174,31 @@ def test_prune_keeps_out_of_a_running_training(run_dir, call):
         assert code == 2 and "a trainer uses this run right now" in err
         assert call("prune", run_dir, "--keep-last", 1)[0] == 0
     assert len(names(run_dir)) == 5
+
+
+def test_prune_deletes_nothing_while_a_rollback_is_unfinished(run_dir, call, monkeypatch):
+    """Killed after the first move; the one gone back to would be one of the old ones."""
+    moves = []
+
+    def killed(self: CheckpointDirectory, path: Path, kind: str) -> Path:
+        if moves:
+            raise KeyboardInterrupt
+        moves.append(path)
+        return aside(self, path, kind)
+
+    aside = CheckpointDirectory._rename_aside
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointDirectory, "_rename_aside", killed)
+        assert call("rollback", run_dir, "--to", 20)[0] == 130
+    assert names(run_dir) == [10, 20, 30, 40]
+    for more in ((), ("--delete",)):
+        code, _, err = call("prune", run_dir, "--keep-last", 1, *more)
+        assert code == 2 and "going back to step_00000020.attempt-1 was interrupted" in err
+    assert names(run_dir) == [10, 20, 30, 40]
+    assert "--to step_00000020.attempt-1" in call("list", run_dir)[1]
+    assert call("rollback", run_dir, "--to", 20)[0] == 0
+    assert call("prune", run_dir, "--keep-last", 1, "--delete")[0] == 0
+    assert names(run_dir) == [20] and "interrupted" not in call("list", run_dir)[1]
 
 
 def test_prune_leaves_another_stores_checkpoints(run_dir, call):
