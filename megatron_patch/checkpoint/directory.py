@@ -262,14 +262,15 @@ class CheckpointDirectory:
         return target
 
     def delete(self, name: str) -> None:
-        """Delete a complete checkpoint.
+        """Delete a complete checkpoint, or what is left of one whose deletion was killed.
 
         Raises OSError: it could not be deleted; `finish_deletions` does the rest.
         """
-        doomed = self.root / (name + DELETING)
-        # Renamed first: a kill in the middle leaves nothing that looks complete.
-        os.rename(self.root / name, doomed)
-        sync_directory(self.root)
+        doomed = self.root / (name.removesuffix(DELETING) + DELETING)
+        if doomed.name != name:
+            # Renamed first: a kill in the middle leaves nothing that looks complete.
+            os.rename(self.root / name, doomed)
+            sync_directory(self.root)
         shutil.rmtree(doomed)
 
     def finish_deletions(self) -> None:

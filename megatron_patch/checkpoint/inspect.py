@@ -193,7 +193,8 @@ def plan(root: Path, entries: list[Entry], *, last: int | None, every: int | Non
     """Apply the rule: the newest ``last``, every step that is a multiple of ``every``; union.
 
     Always kept: the newest one, what ``latest`` names, pinned ones, damaged and unreadable ones
-    (evidence), those another store wrote. Unfinished ones and ``aside/`` are no business of it.
+    (evidence), those another store wrote. What a killed deletion left goes whatever the rule is.
+    Unfinished saves and ``aside/`` are no business of it.
 
     Raises:
         PinnedFileError: what is pinned cannot be read.
@@ -223,6 +224,7 @@ def plan(root: Path, entries: list[Entry], *, last: int | None, every: int | Non
         else:
             doomed.append(entry)
     kept += [(e, e.reason) for e in entries if e.state in ("damaged", "unreadable")]
+    doomed += [e for e in entries if e.state == "being deleted"]
     return Plan(kept, doomed)
 
 

@@ -176,6 +176,17 @@ def test_prune_keeps_out_of_a_running_training(run_dir, call):
     assert len(names(run_dir)) == 5
 
 
+def test_prune_finishes_a_deletion_that_was_killed(run_dir, call):
+    """Of a run that has ended no start does it, and the disk stays full."""
+    path = run_dir / "checkpoints" / "step_00000020.attempt-1"
+    path.rename(f"{path}.deleting")
+    rule = ("prune", run_dir, "--keep-every", 10)
+    assert "would go  step_00000020.attempt-1.deleting" in call(*rule)[1]
+    assert call(*rule, "--delete")[0] == 0
+    assert not list((run_dir / "checkpoints").glob("*.deleting"))
+    assert names(run_dir) == [10, 30, 40, 50]
+
+
 def test_prune_deletes_nothing_while_a_rollback_is_unfinished(run_dir, call, monkeypatch):
     """Killed after the first move; the one gone back to would be one of the old ones."""
     moves = []
