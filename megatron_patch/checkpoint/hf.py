@@ -20,6 +20,7 @@ import torch
 import yaml
 
 from megatron_patch.checkpoint import content, hf_config, hf_weights, inspect, writer
+from megatron_patch.checkpoint.directory import DIRECTORY
 from megatron_patch.checkpoint.errors import BadCheckpoint, MismatchError, causes, no_checkpoint
 from megatron_patch.checkpoint.inspect import RequestError
 from megatron_patch.checkpoint.safe_metadata import read_metadata
@@ -51,6 +52,19 @@ class Imported:
     tree: dict[str, Any]
     """The sections of a configuration that start from it; defaults are left out."""
     notes: list[str]
+
+
+def _refuse_place(out: Path) -> None:
+    """Nothing is written over what is there, nor into a checkpoint: one file more damages it."""
+    if (out.is_dir() and any(out.iterdir())) or out.is_file():
+        raise RequestError(f"--out {out} is there already; name a new directory")
+    whole = Path(os.path.realpath(out))
+    inside = next((p for p in (whole, *whole.parents) if DIRECTORY.match(p.name)), None)
+    if inside is not None:
+        raise RequestError(
+            f"--out {out}: {inside} is, or has the name of, a checkpoint, which a file more would "
+            "make a damaged one; name a directory elsewhere"
+        )
 
 
 @contextlib.contextmanager
@@ -159,8 +173,7 @@ def import_model(
             f"{source / 'config.json'} makes a model that is none:\n  "
             + "\n  ".join(f"{p.path}: {p.message}" for p in wrong)
         )
-    if (root.is_dir() and any(root.iterdir())) or root.is_file():
-        raise RequestError(f"--out {root} is there already; name a new directory")
+    _refuse_place(root)
     store = CheckpointStore(root, keep_last=None, hmac_key=key)
     with _one_rank():
         whole = _whole_model(run, vocab_size=ids)
@@ -285,8 +298,7 @@ def export_model(
         RequestError: no family computes this model, or what is asked for cannot be done.
         CheckpointError: there is no good checkpoint.
     """
-    if (out.is_dir() and any(out.iterdir())) or out.is_file():
-        raise RequestError(f"--out {out} is there already; name a new directory")
+    _refuse_place(out)
     found = _find(source, key)
     with _one_rank():
         return _export(found, out, vocab_size, shard)

@@ -119,6 +119,12 @@ def test_bfloat16_in_several_files(tmp_path):
         hf.export_model(found.path, tmp_path / "out")
     with pytest.raises(RequestError, match="--vocab-size 300: the embedding has 256 rows"):
         hf.export_model(found.path, tmp_path / "more", vocab_size=300)
+    for place in (found.path / "hf", found.path.with_name("step_00000007.attempt-1")):
+        with pytest.raises(RequestError, match=r"--out .* would make a damaged one"):
+            hf.export_model(found.path, place)
+        with pytest.raises(RequestError, match=r"--out .* would make a damaged one"):
+            hf.import_model(source, place)
+    assert hf.inspect.survey(tmp_path / "checkpoints")[0].state == "complete"
 
 
 def test_a_full_disk_is_named_and_the_command_can_be_repeated(tmp_path):
