@@ -8,16 +8,17 @@ the result is the same bytes for any number of workers and interruptions.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
+import os
 import platform
-import shutil
+import re
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
@@ -57,6 +58,9 @@ from megatron_patch.runtime.files import replacing, sync_directory
 
 __all__ = ["PrepareOptions", "prepare"]
 
+OURS = re.compile(r"(lock|committing|plan\.json|part-[0-9]{8}|joined\.(bin|idx))(\..+)?")
+"""What an attempt writes into ``OUT.parts``."""
+
 
 def prepare(options: PrepareOptions) -> Manifest:
     """Prepare a dataset, or finish an interrupted preparation of the same one.
@@ -76,6 +80,7 @@ def prepare(options: PrepareOptions) -> Manifest:
     tokenizer = _tokenizer(options)
     plan = _plan(options, tokenizer, sources)
     parts = Path(f"{options.out}.parts")
+    _refuse_another_directory(parts)
     finished = _refuse_to_overwrite(options, parts, plan)
     if finished is not None:
         return finished
@@ -102,7 +107,7 @@ def prepare(options: PrepareOptions) -> Manifest:
             software=plan["software"],
         )
         _commit(options.out, parts, manifest)
-    shutil.rmtree(parts)
+    _clear(parts)
     if options.document_separator is not None and not any(source.cuts for source in sources):
         _log([f"--document-separator {options.document_separator!r} is in no file: each text file "
                "became one document"])  # fmt: skip
@@ -172,13 +177,36 @@ def _plan(options: PrepareOptions, tokenizer: tokenizers.Tokenizer, sources: lis
     return json.loads(json.dumps(plan))
 
 
+def _refuse_another_directory(parts: Path) -> None:
+    """Raise when ``OUT.parts`` is somebody's own, as of the inputs: it is deleted in the end."""
+    names = os.listdir(parts) if parts.is_dir() else ()
+    found = [parts / name for name in names if not name.startswith(".nfs")]
+    strange = sorted(p.name for p in found if not OURS.fullmatch(p.name) or p.is_dir())
+    if found and not any(path.name in ("lock", "plan.json") for path in found):
+        strange = strange or [found[0].name]  # its names are ours by chance
+    if strange:
+        raise DataError(
+            f"{parts}: holds {strange[0]!r}, which no prepare-data wrote, and is the directory of "
+            "an unfinished dataset, deleted in the end; choose another --out, or rename it"
+        )
+
+
+def _clear(parts: Path) -> None:
+    """Delete what an attempt has written, what tells whose it is last, and nothing else."""
+    names = [path.name for path in parts.iterdir() if OURS.fullmatch(path.name)]
+    for name in sorted(names, key=lambda name: (name == "lock", name == "plan.json")):
+        (parts / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a link, or not empty: somebody's own
+        parts.rmdir()
+
+
 def _refuse_to_overwrite(options: PrepareOptions, parts: Path, plan: dict) -> Manifest | None:
     """Raise when the output exists; its manifest when only the clean-up was interrupted."""
     out = options.out
     if manifest_path(out).exists():
         if _read_plan(parts) == plan and (parts / "committing").exists():
             manifest = read_manifest(out)
-            shutil.rmtree(parts)
+            _clear(parts)
             return manifest
         raise DataError(
             f"{out}: a finished dataset is there already and is never overwritten; remove its "
@@ -204,7 +232,7 @@ def _continue_or_begin(parts: Path, plan: dict, *, restart: bool) -> None:
     """Write the plan, or compare it with that of the interrupted attempt."""
     if restart:
         for path in parts.iterdir():
-            if path.name not in ("lock", "committing"):
+            if OURS.fullmatch(path.name) and path.name not in ("lock", "committing"):
                 path.unlink()
     if not (parts / "plan.json").exists():
         write_file(parts / "plan.json", json.dumps(plan).encode())
@@ -220,7 +248,7 @@ def _continue_or_begin(parts: Path, plan: dict, *, restart: bool) -> None:
         )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _errors_of_disk(out: str) -> Iterator[None]:
     """Full, read-only and failing disks end in a ``DataError``; reading reports its own."""
     try:
@@ -232,7 +260,7 @@ def _errors_of_disk(out: str) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def _locked(parts: Path) -> Iterator[None]:
     parts.mkdir(parents=True, exist_ok=True)
     with (parts / "lock").open("w") as stream:
@@ -280,7 +308,7 @@ def _encode_all(options: PrepareOptions, sources: list[Source], parts: Path) -> 
     return headers
 
 
-@contextmanager
+@contextlib.contextmanager
 def _workers(
     options: PrepareOptions, parts: Path
 ) -> Iterator[Callable[[int, Batch], Callable[[], PartHeader]]]:
@@ -307,7 +335,7 @@ def _join(
 ) -> list[SourceRecord]:
     """Write ``joined.bin`` and ``joined.idx`` from the parts, in order; what each source gave."""
     if not any(header.tokens for header in headers):
-        shutil.rmtree(parts)  # or the corrected command would be told to finish this one
+        _clear(parts)  # or the corrected command would be told to finish this one
         raise DataError("the inputs hold no documents (all are empty or were left out)")
     counts = np.zeros((len(sources), 5), dtype=np.int64)  # in the order of _record
     pieces: list[np.ndarray] = []

@@ -144,7 +144,7 @@ def interrupt_joining(monkeypatch: pytest.MonkeyPatch, options: PrepareOptions) 
         (os, "replace", -2, True),  # joined.idx
         (os, "replace", -1, False),  # manifest
         (os, "replace", -1, True),
-        (prepare_module.shutil, "rmtree", 1, False),
+        (prepare_module, "_clear", 1, False),
     ],
 )
 def test_interrupted_while_committing(tmp_path, texts, monkeypatch, where, name, call, after):
@@ -153,10 +153,11 @@ def test_interrupted_while_committing(tmp_path, texts, monkeypatch, where, name,
     source.write_bytes(lines(texts))
     count = [0]
     if call < 0:  # counted from the end
-        original = os.replace
+        original = getattr(where, name)
         monkeypatch.setattr(
-            os, "replace", lambda *a: count.__setitem__(0, count[0] + 1) or original(*a)
-        )
+            where, name,
+            lambda *a, **k: count.__setitem__(0, count[0] + 1) or original(*a, **k),
+        )  # fmt: skip
     make(tmp_path / "unbroken", source)
     monkeypatch.undo()
     interrupt_at(monkeypatch, where, name, call if call > 0 else count[0] + 1 + call, after=after)
@@ -194,6 +195,19 @@ def test_an_interrupted_attempt_with_other_options_is_in_the_way(tmp_path, texts
     source.write_text("\n".join(map(json.dumps, other)))
     made = make(out, source, json_key="body", restart=True)
     assert made.documents == len(texts) and check_dataset(out) == []
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "part-00000000", "lock/a.jsonl"])
+def test_a_directory_of_inputs_is_not_taken_for_parts(tmp_path, texts, name):
+    """OUT.parts is deleted in the end."""
+    source = tmp_path / "out.parts" / name
+    source.parent.mkdir(parents=True)
+    source.write_bytes(lines(texts))
+    for changes in ({}, {"restart": True}):
+        with pytest.raises(DataError, match=r"which no prepare-data wrote.*another --out"):
+            make(tmp_path / "out", source, **changes)
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [source]
+    assert source.read_bytes() == lines(texts)
 
 
 def test_two_at_a_time_are_refused(tmp_path, texts):
