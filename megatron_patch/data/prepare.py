@@ -230,7 +230,8 @@ def _read_plan(parts: Path) -> dict | None:
 
 def _continue_or_begin(parts: Path, plan: dict, *, restart: bool) -> None:
     """Write the plan, or compare it with that of the interrupted attempt."""
-    if restart:
+    # Parts without a plan are what a killed clean-up left: nobody knows their options.
+    if restart or not (parts / "plan.json").exists():
         for path in parts.iterdir():
             if OURS.fullmatch(path.name) and path.name not in ("lock", "committing"):
                 path.unlink()

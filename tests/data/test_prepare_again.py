@@ -210,6 +210,17 @@ def test_a_directory_of_inputs_is_not_taken_for_parts(tmp_path, texts, name):
     assert source.read_bytes() == lines(texts)
 
 
+def test_parts_of_unknown_options_are_not_taken(tmp_path, texts, monkeypatch):
+    """A clean-up was killed when the plan had gone; the text is the same, and not the ids."""
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_text("\n".join(json.dumps({"text": t, "body": t[:3]}) for t in texts))
+    interrupt_joining(monkeypatch, options(out, source))
+    (tmp_path / "out.parts" / "plan.json").unlink()
+    make(out, source, json_key="body")
+    make(tmp_path / "fresh", source, json_key="body")
+    assert content(out) == content(tmp_path / "fresh")
+
+
 def test_two_at_a_time_are_refused(tmp_path, texts):
     source, work = tmp_path / "a.jsonl", tmp_path / "out.parts"
     source.write_bytes(lines(texts))
