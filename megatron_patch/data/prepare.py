@@ -204,8 +204,8 @@ def _refuse_to_overwrite(options: PrepareOptions, parts: Path, plan: dict) -> Ma
     """Raise when the output exists; its manifest when only the clean-up was interrupted."""
     out = options.out
     if manifest_path(out).exists():
-        if _read_plan(parts) == plan and (parts / "committing").exists():
-            manifest = read_manifest(out)
+        # Not by the plan that lies with the parts: it may be among what was deleted first.
+        if parts.is_dir() and _plan_of(manifest := read_manifest(out)) == plan:
             _clear(parts)
             return manifest
         raise DataError(
@@ -219,6 +219,16 @@ def _refuse_to_overwrite(options: PrepareOptions, parts: Path, plan: dict) -> Ma
                 "it, or choose another --out"
             )
     return None
+
+
+def _plan_of(manifest: Manifest) -> dict:
+    """The plan that a finished dataset was made by."""
+    return {
+        "options": manifest.options,
+        "tokenizer": asdict(manifest.tokenizer),
+        "sources": [[s.name, s.files, s.bytes] for s in manifest.sources],
+        "software": manifest.software,
+    }
 
 
 def _read_plan(parts: Path) -> dict | None:

@@ -145,6 +145,8 @@ def interrupt_joining(monkeypatch: pytest.MonkeyPatch, options: PrepareOptions) 
         (os, "replace", -1, False),  # manifest
         (os, "replace", -1, True),
         (prepare_module, "_clear", 1, False),
+        (Path, "unlink", 1, True),
+        (Path, "unlink", -1, True),  # only the empty directory is left
     ],
 )
 def test_interrupted_while_committing(tmp_path, texts, monkeypatch, where, name, call, after):
