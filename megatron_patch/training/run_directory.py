@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from megatron_patch.checkpoint import last_checkpoint, pinned
 from megatron_patch.checkpoint.directory import IDENTITY, LATEST, NEXT, CheckpointDirectory
+from megatron_patch.faults import skips
 from megatron_patch.parallel.first_rank import of_all, on_first_rank
 from megatron_patch.parallel.setup import Layout
 from megatron_patch.runtime import environment
@@ -30,6 +31,7 @@ from megatron_patch.runtime.io_errors import may_pass
 from megatron_patch.runtime.lifeline import ATTEMPT_DIR
 from megatron_patch.schema.problem import ConfigError, Problem
 from megatron_patch.schema.run import Loaded, RunConfig
+from megatron_patch.stability import guard
 from megatron_patch.stability.record import FOLDER as TELEMETRY
 from megatron_patch.training import resume_rules
 
@@ -252,7 +254,8 @@ def _check_files(path: Path, run: RunConfig, *, finished: bool) -> None:
     if finished:
         return
     check_file(path / "metrics.csv", appended=True)
-    check_file(path / "data.sha256", appended=False)
+    for name in ("data.sha256", skips.FILE, guard.FILE):  # a rewind or a switch replaces them
+        check_file(path / name, appended=False)
     folders = ["tensorboard"] * run.logging.tensorboard + [TELEMETRY] * run.stability.enabled
     for folder in (path / name for name in folders):
         if folder.exists() and not folder.is_dir():

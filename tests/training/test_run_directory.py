@@ -208,6 +208,8 @@ def test_a_damaged_record_of_the_settings_is_refused_by_name(tiny, content):
         ("train.log", "directory"),
         ("metrics.csv", "directory"),
         ("data.sha256", "directory"),
+        ("skipped_batches.json", "directory"),
+        ("switched.json", "directory"),
         ("stability", "file"),
         ("tensorboard", "file"),
         ("stability/records.bin", "directory"),
