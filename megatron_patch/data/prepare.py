@@ -88,6 +88,10 @@ def prepare(options: PrepareOptions) -> Manifest:
     if options.restart and not (parts / "plan.json").exists():
         _log([f"--restart: no interrupted attempt is at {parts}, this is the first"])
     with _errors_of_disk(options.out), _locked(parts):
+        # Another process may have finished one since.
+        finished = _refuse_to_overwrite(options, parts, plan)
+        if finished is not None:
+            return finished
         _continue_or_begin(parts, plan, restart=options.restart)
         headers = _encode_all(options, sources, parts)
         dtype = dtype_for(tokenizer.vocab_size)

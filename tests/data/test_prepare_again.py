@@ -234,6 +234,30 @@ def test_two_at_a_time_are_refused(tmp_path, texts):
         make(tmp_path / "out", source)
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_what_another_process_finishes_meanwhile_is_not_overwritten(
+    tmp_path, texts, monkeypatch, same
+):
+    """Between the look at the output and the lock."""
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_bytes(lines(texts))
+    locked = prepare_module._locked
+
+    def late(parts):
+        monkeypatch.undo()
+        make(out, source)
+        return locked(parts)
+
+    monkeypatch.setattr(prepare_module, "_locked", late)
+    if same:
+        assert make(out, source).documents == len(texts)
+    else:
+        with pytest.raises(DataError, match="never overwritten"):
+            make(out, source, invalid_text="skip")
+    make(tmp_path / "alone", source)
+    assert content(out) == content(tmp_path / "alone")
+
+
 def test_changed_inputs_are_read_again(tmp_path, texts, monkeypatch):
     """A part is used only for the very bytes it was made from, sizes alone are not trusted."""
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
