@@ -53,9 +53,13 @@ def main(argv=None):
     if problem is not None:
         sys.stderr.write(problem + "\n")
         return 2
-    from megatron_patch.cli.app import run
+    try:
+        from megatron_patch.cli.app import run
 
-    return run(argv)
+        return run(argv)
+    except KeyboardInterrupt:  # while the commands were imported
+        sys.stderr.write("megatron-patch: interrupted\n")
+        return 130
 
 
 if __name__ == "__main__":

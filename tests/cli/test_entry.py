@@ -123,3 +123,15 @@ def test_closed_streams_are_opened():
         file = Path(folder) / "file"
         done = subprocess.run([sys.executable, "-c", code, str(file)], cwd=PACKAGE.parent)
         assert done.returncode == 0 and file.read_text() == "kept"
+
+
+def test_an_interrupt_while_commands_are_imported_is_no_traceback(monkeypatch, capsys):
+    class Interrupting:
+        def find_spec(self, name, path=None, target=None):
+            if name == "megatron_patch.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "megatron_patch.cli.app", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert entry.main(["--version"]) == 130
+    assert capsys.readouterr().err == "megatron-patch: interrupted\n"
