@@ -59,7 +59,7 @@ def _refuse_place(out: Path) -> None:
     if (out.is_dir() and any(out.iterdir())) or out.is_file():
         raise RequestError(f"--out {out} is there already; name a new directory")
     whole = Path(os.path.realpath(out))
-    inside = next((p for p in (whole, *whole.parents) if DIRECTORY.match(p.name)), None)
+    inside = next((p for p in (whole, *whole.parents) if DIRECTORY.fullmatch(p.name)), None)
     if inside is not None:
         raise RequestError(
             f"--out {out}: {inside} is, or has the name of, a checkpoint, which a file more would "
