@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_patch.stability.observe import Seen
 
@@ -64,8 +65,8 @@ class KeySums:
         self._sums = torch.zeros(layers, heads, len(FIELDS), dtype=torch.float64, device=device)
         self._dout: dict[int, Any] = {}  # None: of no use
         self._found: dict[_Kind, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._last: tuple[torch.Tensor, _Kind, int] | None = None
-        """The gradient that came last, its kind and layer."""
+        self._last: tuple[Any, _Kind, int] | None = None
+        """The place of the gradient that came last, its kind and layer."""
 
     def clear(self) -> None:
         """Begin another observation."""
@@ -91,8 +92,8 @@ class KeySums:
         dtypes = gradient.dtype, getattr(seen, name).dtype
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         kind = _Kind(name, seen.q.shape[2], total.shape, eps)
-        last, self._last = self._last, (gradient, kind, seen.site.layer)
-        if last is not None and _is(gradient, last[0]) and {name, last[1].name} != {"k"}:
+        last, self._last = self._last, (_place(gradient), kind, seen.site.layer)
+        if last is not None and last[0] == self._last[0] and {name, last[1].name} != {"k"}:
             # Layers share their v, or it is their k, too: the gradient is of all of these calls.
             self._found.get(last[1], {}).pop(last[2], None)
         else:
@@ -136,10 +137,9 @@ class KeySums:
         return total
 
 
-def _is(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether both are the same memory; asks no operator."""
-    storages = (a.untyped_storage()._cdata for a in (x, y))
-    return len({*storages}) == 1 and x.storage_offset() == y.storage_offset()
+def _place(x: torch.Tensor) -> tuple[StorageWeakRef, int]:
+    """Where it lies; keeps no memory, and no other tensor has it while this is kept."""
+    return StorageWeakRef(x.untyped_storage()), int(x.storage_offset())
 
 
 def _holds(seen: Seen, name: str) -> bool:
