@@ -50,7 +50,7 @@ Since then the corrected delta has two parts, and in two parts P of `compensated
 without own_x2 dK at step 7,502 below 20; times within 2 %, of `compensated_projected` in two parts
 within 6 %. Seen on an H200, in captures made anew: 0.41 (regimes: `compensated_projected` 0.56) and
 0.47 in 74 heads, but for one dK of `projected`, 0.97, where dK itself is next to nothing and FP32
-attention errs by 7e9; 168 as before; 1.3 to 2.1 % in the median, 4.6 %.
+attention errs by 7e9; 167; 1.3 to 2.1 % in the median, 4.6 %.
 
 Before it there was one with FP16 operands (part "fp16_operands"; no code is left of it), predicted
 within 0.7, at most 1.3 times as long at 16,384 keys, 1.5 to 2.5 times at 1,024. Regimes and logits
