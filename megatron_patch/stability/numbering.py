@@ -1,16 +1,30 @@
-"""Numbers of layers in models of other libraries, from their modules' names. No torch."""
+"""Numbers of layers, from the names of modules and parameters. No torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 Layer = tuple[int, str]
 """Number, counted from 0, and the prefix of the names of the layer's parameters."""
 
 
+def layer_of(root: Any, name: str, *, decoder_layers: int) -> int | None:
+    """Layer index of a module or parameter name inside a GPTModel; None outside the layers."""
+    parts = name.split(".")
+    if len(parts) < 3 or parts[1] != "layers" or not parts[2].isdigit():
+        return None
+    if parts[0] == "mtp":
+        return decoder_layers + int(parts[2])
+    if parts[0] != "decoder":
+        return None
+    # Numbers count over the whole model, positions in the list over this pipeline chunk.
+    return int(root.get_submodule(".".join(parts[:3])).layer_number) - 1
+
+
 def layers_in(names: Iterable[str]) -> dict[str, Layer]:
-    """The layers of modules: the first number in each name.
+    """The layers of modules of other libraries: the first number in each name.
 
     Where several have the same one (blocks of stages, an encoder's and a decoder's layers, cross
     attention beside self-attention), what is summed up by layers would be of none of them: every

@@ -16,6 +16,8 @@ tensor-parallel rank, d, dv head dims.
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,11 +30,12 @@ from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.capabilities import OURS
 from megatron_patch.context_parallel.packed import documents_of
 from megatron_patch.parallel.buffers import unwrap
-from megatron_patch.stability.numbering import layers_in
+from megatron_patch.stability.numbering import layer_of, layers_in
 from megatron_patch.stability.sampling import Geometry
 from stable_attention.eager import batched, recorded
 from stable_attention.ops import under_autocast
 
+log = logging.getLogger(__name__)
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
 _CORE_NAMES = {row.module[1]: row.name for row in BACKENDS.values() if row.module}
 
@@ -179,19 +182,6 @@ class ObservationRequest:
         return call == self.micro_batch and (self.layers is None or site.layer in self.layers)
 
 
-def layer_of(root: torch.nn.Module, name: str, *, decoder_layers: int) -> int | None:
-    """Layer index of a module or parameter name inside a GPTModel; None outside the layers."""
-    parts = name.split(".")
-    if len(parts) < 3 or parts[1] != "layers" or not parts[2].isdigit():
-        return None
-    if parts[0] == "mtp":
-        return decoder_layers + int(parts[2])
-    if parts[0] != "decoder":
-        return None
-    # Numbers count over the whole model, positions in the list over this pipeline chunk.
-    return int(root.get_submodule(".".join(parts[:3])).layer_number) - 1  # type: ignore[arg-type]
-
-
 def find_sites(roots: Sequence[torch.nn.Module], *, decoder_layers: int) -> list[Site]:
     """Every core attention of the GPTModels of this rank."""
     sites = []
@@ -301,6 +291,9 @@ class Observer:
         """Watch from now on until `disarm`; nothing to watch costs nothing."""
         self.disarm()
         self._requests, self._calls = list(requests), {}
+        if any(site.read for site in self.sites) and "torch._dynamo" in sys.modules:
+            # Else a graph that was traced in a step without hooks runs in the others, too.
+            torch._dynamo.config.skip_nnmodule_hook_guards = False
         for site in [site for site in self.sites if site.hooked and requests]:
             self._handles += [
                 site.module.register_forward_pre_hook(self._before(site), with_kwargs=True),
@@ -309,6 +302,8 @@ class Observer:
 
     def disarm(self) -> None:
         """Take all hooks off."""
+        if self._requests and self.sites and not self._calls:
+            _warn_silent(self.sites[0].name)
         for handle in self._handles:
             handle.remove()
         self._handles, self._requests = [], []
@@ -343,6 +338,10 @@ class Observer:
         """The site's attention was called and returned ``output``; nothing without gradients."""
         if not self._requests or not recorded():
             return
+        if torch.compiler.is_dynamo_compiling():
+            # A graph keeps no hooks of its tensors. With fullgraph=True the user sees this text.
+            torch._dynamo.graph_break(msg="a step observes attention: leave out fullgraph=True")
+            return torch.compiler.disable(self.called)(site, args, kwargs, output)
         wanted = self._wanted(site)
         self._calls[id(site.module)] = self._calls.get(id(site.module), 0) + 1
         if not wanted or not getattr(output, "requires_grad", False):
@@ -388,15 +387,11 @@ class Observer:
         mask = kwargs.get("attn_mask_type") or getattr(module, "attn_mask_type", None)
         sinks = getattr(module, "softmax_offset", None)
         return Seen(
-            site=site,
-            q=q.detach(),
-            k=k.detach(),
-            v=v.detach(),
+            site=site, q=q.detach(), k=k.detach(), v=v.detach(), inputs=inputs,
             # Detached: a hook that held the very tensor it stands on would never be freed.
             out=output.detach().reshape(*q.shape[:3], v.shape[-1]),
-            low=observed.get("low"),
-            max_logits=observed.get("max_logits"),
-            sinks=None if sinks is None else sinks.detach(),
+            low=observed.get("low"), max_logits=observed.get("max_logits"),
+            sinks=None if sinks is None else sinks.detach(), dropout_p=_dropout(module),
             geometry=Geometry(
                 scale=_scale(module, q.shape[-1]),
                 causal=mask in _CAUSAL,
@@ -404,9 +399,7 @@ class Observer:
                 group=self._cp_group,
                 starts=None if packed is None else _starts(packed.cu_seqlens_q, q.shape[0]),
             ),
-            dropout_p=_dropout(module),
-            inputs=inputs,
-        )
+        )  # fmt: skip
 
 
 def to_sbhd(x: torch.Tensor, order: str, shape: Sequence[int]) -> torch.Tensor:
@@ -457,6 +450,13 @@ def _on_gradient(
             callback(seen, to_sbhd(gradient.detach(), seen.site.order, seen.out.shape))
 
     return hook
+
+
+@functools.cache
+def _warn_silent(name: str) -> None:
+    log.warning("no attention was called in an observed step, of %s and others: call modules, not "
+                "their forward(); a model compiled and run before the first step is not observed",
+                name)  # fmt: skip
 
 
 def _packed(args: Any, kwargs: Any) -> Any:
