@@ -54,15 +54,15 @@ BF16_MERGES = "p2p, merged in BF16"
 MAX_RMS, MAX_MEAN, MAX_GAUSS_RATIO, MAX_ONE_RATIO = 1e-4, 1e-5, 0.7, 2.0
 
 
-def ours(stabilizer: str, residual: str = "bf16") -> Backend:
+def ours(stabilizer: str, o_lo: str = "bf16") -> Backend:
     """``stable_attention`` with a stabilizer."""
     from stable_attention import stable_attention
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> BackendResult:
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        how: dict[str, Any] = {"stabilizer": stabilizer, "residual": residual}
+        how: dict[str, Any] = {"stabilizer": stabilizer, "o_lo": o_lo}
         how |= {"allow_broken": stabilizer == "paper_bf16", "deterministic": True}
-        how |= {"return_lse": True, "return_residual": True}
+        how |= {"return_lse": True, "return_o_lo": True}
         out, lse, low = stable_attention(q, k, v, layout="bhsd", causal=True, **how)
         dq, dk, _ = torch.autograd.grad(out, (q, k, v), dout)
         return BackendResult(out=out, lse=lse, low=low, dq=dq, dk=dk)
@@ -74,7 +74,7 @@ def with_float32_output() -> Backend:
     """The best delta there is: our dQ and dK products on a float32 O (reference implementation)."""
     from stable_attention.reference.emulators import Rounding, emulate
 
-    rounding = Rounding(normalizer="rounded", weights="rounded", residual="float32")
+    rounding = Rounding(normalizer="rounded", weights="rounded", o_lo="float32")
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> BackendResult:
         n = q.shape[2]

@@ -157,7 +157,7 @@ def ours(name: str, shape: Shape) -> Call:
     stabilizer, _, rest = name.partition(" ")
     how: dict[str, Any] = {"stabilizer": stabilizer, "deterministic": rest not in BACKWARDS}
     if rest:
-        how["backward" if rest in BACKWARDS else "residual"] = rest
+        how["backward" if rest in BACKWARDS else "o_lo"] = rest
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = stable_attention(q, k, v, causal=shape.causal, **how)
@@ -419,8 +419,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap in a window": {"softcap": 30.0, "window": (1023, 0)},
     "dropout": {"dropout_p": 0.1},
     "dropout in a window": {"dropout_p": 0.1, "window": (1023, 0)},
-    "O_lo in int8": {"residual": "int8"},
-    "O_lo in fp32": {"residual": "fp32"},
+    "O_lo in int8": {"o_lo": "int8"},
+    "O_lo in fp32": {"o_lo": "fp32"},
     **{x: {"stabilizer": x} for x in ("dynamic_max", "projected")},
 }
 """Calls of which sm_90 leaves a pass to the portable kernels."""

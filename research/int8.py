@@ -82,7 +82,7 @@ def errors_of(
             with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
                 out = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=scale)
         else:
-            how = {"stabilizer": name, "return_residual": True, "scale": scale}
+            how = {"stabilizer": name, "return_o_lo": True, "scale": scale}
             out, low = stable_attention(*leaves, layout="bhsd", causal=True, **how)
             whole = low[0].double() if low.numel() else 0.0
         grads = torch.autograd.grad(out, leaves, dout[None])

@@ -179,13 +179,13 @@ VARIANTS: dict[str, Variant] = {
     ),
     "fp32_o": Variant(
         "delta from the float32 O, O divided by the sum of unrounded P",
-        _options(stabilizer="low_order_o", residual="fp32"),
+        _options(stabilizer="low_order_o", o_lo="fp32"),
         _OURS,
         "none",
     ),
     "fp32_o_consistent_sum": Variant(
         "delta from the float32 O, O divided by the sum of the rounded P",
-        _options(stabilizer="compensated", residual="fp32"),
+        _options(stabilizer="compensated", o_lo="fp32"),
         _OURS,
         "none",
     ),

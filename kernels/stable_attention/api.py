@@ -38,7 +38,7 @@ def stable_attention(
     head_offset: int = 0,
     softcap: float = 0.0,
     stabilizer: str = "compensated",
-    residual: str = "bf16",
+    o_lo: str = "bf16",
     beta: float = 2.0,
     eps: float = 1e-3,
     deterministic: bool = False,
@@ -46,7 +46,7 @@ def stable_attention(
     allow_broken: bool = False,
     return_lse: bool = False,
     return_max_logits: bool = False,
-    return_residual: bool = False,
+    return_o_lo: bool = False,
     attn_mask: None = None,
     bias: None = None,
     alibi_slopes: None = None,
@@ -84,7 +84,7 @@ def stable_attention(
             and needs ``allow_broken=True``.
             Experiments may also name a half of "compensated": "low_order_o" (the low-order part,
             O divided by the float32 sum) or "consistent_sum" (the rounded sum, no low-order part).
-        residual: storage of O_lo, O's low-order part: "bf16", "int8", or "fp32" (delta from the
+        o_lo: storage of O_lo, O's low-order part: "bf16", "int8", or "fp32" (delta from the
             float32 O itself; for experiments).
         beta, eps: parameters of "dynamic_max" (arXiv 2510.04212, Algorithm 1): factor of a
             repeated positive row maximum, and the distance in logits within which maxima repeat.
@@ -99,14 +99,14 @@ def stable_attention(
             "compensated" a sum that training does without, and changes nothing else.
         return_max_logits: also return float32 [h], the largest scaled, softcapped, masked logit of
             each head over batch and positions (-inf if it saw none); not differentiable.
-        return_residual: also return O_lo (its storage, in O's layout; empty for stabilizers that
+        return_o_lo: also return O_lo (its storage, in O's layout; empty for stabilizers that
             keep none); not differentiable.
         attn_mask, bias, alibi_slopes: not served. They are here so that code written for another
             attention learns what to use instead.
 
     Returns:
         out in ``layout`` ([b, sq, h, dv] for bshd) and q's dtype, or a tuple
-        (out[, lse][, max_logits][, residual]) in that order. Rows that see no key are 0, and
+        (out[, lse][, max_logits][, o_lo]) in that order. Rows that see no key are 0, and
         packed rows that belong to no sequence are 0.
 
     Raises:
@@ -126,7 +126,7 @@ def stable_attention(
         batch_offset=batch_offset,
         head_offset=head_offset,
         stabilizer=stabilizer,
-        residual=residual,
+        o_lo=o_lo,
         beta=beta,
         eps=eps,
         deterministic=deterministic,
@@ -140,7 +140,7 @@ def stable_attention(
         options,
         return_lse=return_lse,
         return_max_logits=return_max_logits,
-        return_residual=return_residual,
+        return_o_lo=return_o_lo,
         sinks=sinks,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -160,14 +160,14 @@ def attend(
     *,
     return_lse: bool = False,
     return_max_logits: bool = False,
-    return_residual: bool = False,
+    return_o_lo: bool = False,
     **given: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """`stable_attention` with parsed options; ``given`` are the other keywords of `describe`."""
     wanted = (
         flag("return_lse", return_lse),
         flag("return_max_logits", return_max_logits),
-        flag("return_residual", return_residual),
+        flag("return_o_lo", return_o_lo),
     )
     q, k, v = ops.under_autocast(q, k, v)
     problem, extras = describe(q, k, v, options, **given)

@@ -118,7 +118,7 @@ def cure(
     with torch.no_grad():
         if _by_kernels(q):
             given = {x: mask[x] for x in _TENSORS if x in mask}
-            out, low = attend(q, k, v, options, return_residual=True, **given)
+            out, low = attend(q, k, v, options, return_o_lo=True, **given)
             rows = dout.new_empty(row_shape(layout, out), dtype=torch.float32)
             delta, _ = chunk_delta(dout, out, rows, layout=layout, low=low)
         else:

@@ -44,7 +44,7 @@ from stable_attention.problem import (
     require,
     show,
 )
-from stable_attention.stabilizers import KNOWN, LOW_DTYPES, RESIDUALS
+from stable_attention.stabilizers import KNOWN, LOW_DTYPES, O_LO_FORMATS
 from stable_attention.triton import merge
 
 
@@ -218,20 +218,20 @@ def finish_chunks(
     layout: str = "bshd",
     sinks: torch.Tensor | None = None,
     stabilizer: str = "compensated",
-    residual: str = "bf16",
+    o_lo: str = "bf16",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(O in ``dtype``, its low-order part) of a merged float32 output.
 
     ``sinks`` [h] (natural-log logits) take their share here, once, and are added to ``lse`` in
     place. The low-order part is empty for stabilizers that keep none.
     """
-    choose("residual", residual, RESIDUALS)
+    choose("o_lo", o_lo, O_LO_FORMATS)
     choose("stabilizer", stabilizer, KNOWN)
     allowed = (*DTYPES, torch.float32)
     require(dtype in allowed, "dtype", dtype, ", ".join(map(str, allowed)), "Pass q's dtype.")
     _check_partial(out, lse, layout)
     _check_sinks(sinks, layout, out)
-    low_dtype = LOW_DTYPES[residual] if KNOWN[stabilizer].keeps_residual else None
+    low_dtype = LOW_DTYPES[o_lo] if KNOWN[stabilizer].keeps_o_lo else None
     if sinks is not None:
         _check_written(lse=lse)
         sinks = sinks.resolve_neg().contiguous()

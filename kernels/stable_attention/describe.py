@@ -253,7 +253,7 @@ def _validated(
 
 def _check_projection(options: Options, places: object) -> None:
     """`AttentionArgumentError` for what leaves rows of dS that need not sum to zero."""
-    plain = "compensated" if KNOWN[options.stabilizer].keeps_residual else "none"
+    plain = "compensated" if KNOWN[options.stabilizer].keeps_o_lo else "none"
     with_ = f"with stabilizer={options.stabilizer!r}"
     require(
         options.softcap == 0,

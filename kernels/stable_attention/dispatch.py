@@ -202,9 +202,7 @@ def needs(problem: Problem) -> Iterator[str]:
             bool(KNOWN[problem.stabilizer].projection) and problem.dropout_p > 0
         ),
         "causal, sq != sk": problem.window_right == 0 and problem.sq != problem.sk,
-        "o_lo in int8 or fp32": (
-            KNOWN[problem.stabilizer].keeps_residual and problem.residual != "bf16"
-        ),
+        "o_lo in int8 or fp32": (KNOWN[problem.stabilizer].keeps_o_lo and problem.o_lo != "bf16"),
         problem.stabilizer: True,
     }
     return (name for name, used in flags.items() if used)

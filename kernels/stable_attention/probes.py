@@ -91,7 +91,7 @@ class ProbeReport:
         return asdict(self)
 
 
-def decode_residual(out: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+def decode_o_lo(out: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """O's low-order part in float32 from its storage: bf16 values or int8 codes of half an ulp."""
     if low.dtype == torch.int8:
         return low.float() * (half_ulp(out) / INT8_CODES)
@@ -197,7 +197,7 @@ class _Errors:
     def __init__(self, result: BackendResult, layout: str, heads: int) -> None:
         used = _flat(result.out, layout, heads).double()
         if result.low is not None and result.low.numel():
-            used = used + _flat(decode_residual(result.out, result.low), layout, heads).double()
+            used = used + _flat(decode_o_lo(result.out, result.low), layout, heads).double()
         self.used = used
         self.lse = None if result.lse is None else result.lse.detach().flatten(0, 1).double()
         zeros = lambda: torch.zeros(used.shape[0], dtype=torch.float64, device=used.device)  # noqa: E731
@@ -423,7 +423,7 @@ __all__ = [
     "Backend",
     "BackendResult",
     "ProbeReport",
-    "decode_residual",
+    "decode_o_lo",
     "probe",
     "probe_results",
     "true_gradients",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from stable_attention.layouts import LAYOUTS, extents
-from stable_attention.stabilizers import KNOWN, RESIDUALS, STABILIZERS
+from stable_attention.stabilizers import KNOWN, O_LO_FORMATS, STABILIZERS
 
 UNLIMITED = -1
 # Kernels take scalars as float32, and flush or lose digits of what is not normal there.
@@ -265,10 +265,10 @@ class Options:
     batch_offset: int = _option(int, 0, _index)
     head_offset: int = _option(int, 0, _index)
     stabilizer: str = _option(str, "compensated", lambda name, x: choose(name, x, KNOWN))
-    residual: str = _option(
+    o_lo: str = _option(
         str,
         "bf16",
-        lambda name, x: choose(name, x, RESIDUALS, "It is the storage of O's low-order part."),
+        lambda name, x: choose(name, x, O_LO_FORMATS, "It is the storage of O's low-order part."),
     )
     beta: float = _option(float, 2.0, _dynamic)
     eps: float = _option(float, 1e-3, _dynamic)

@@ -13,7 +13,7 @@ import torch
 # Storage of O's low-order part. fp32 keeps O_hi + O_lo = the float32 O exactly: the yardstick of
 # experiments, not a saving.
 LOW_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8, "fp32": torch.float32}
-RESIDUALS = tuple(LOW_DTYPES)
+O_LO_FORMATS = tuple(LOW_DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class Stabilizer:
     name: str
     rounded_normalizer: bool
     """O is divided by the sum of the rounded P that multiplied V, not by the float32 sum."""
-    keeps_residual: bool
+    keeps_o_lo: bool
     """O_lo, the low-order part of O, is saved, and delta is built from O_hi + O_lo."""
     dynamic: bool = False
     """The row shift moves where a row's maximum repeats (the paper's dynamic maximum)."""
@@ -33,9 +33,9 @@ class Stabilizer:
     paper: bool = False
     """S, the unnormalised O and l are rounded to BF16: the failing emulation, on purpose."""
 
-    def saved_bytes(self, dv: int, residual: str = "bf16") -> int:
+    def saved_bytes(self, dv: int, o_lo: str = "bf16") -> int:
         """Bytes per token and query head the backward needs: O, LSE and O_lo."""
-        low = LOW_DTYPES[residual].itemsize * dv if self.keeps_residual else 0
+        low = LOW_DTYPES[o_lo].itemsize * dv if self.keeps_o_lo else 0
         return 2 * dv + 4 * self.planes + low
 
     @property
@@ -47,19 +47,15 @@ class Stabilizer:
 STABILIZERS = {
     s.name: s
     for s in (
-        Stabilizer(name="compensated", rounded_normalizer=True, keeps_residual=True),
-        Stabilizer(
-            name="dynamic_max", rounded_normalizer=False, keeps_residual=False, dynamic=True
-        ),
-        Stabilizer(name="none", rounded_normalizer=False, keeps_residual=False),
-        Stabilizer(name="paper_bf16", rounded_normalizer=False, keeps_residual=False, paper=True),
-        Stabilizer(
-            name="projected", rounded_normalizer=False, keeps_residual=False, projection="mean"
-        ),
+        Stabilizer(name="compensated", rounded_normalizer=True, keeps_o_lo=True),
+        Stabilizer(name="dynamic_max", rounded_normalizer=False, keeps_o_lo=False, dynamic=True),
+        Stabilizer(name="none", rounded_normalizer=False, keeps_o_lo=False),
+        Stabilizer(name="paper_bf16", rounded_normalizer=False, keeps_o_lo=False, paper=True),
+        Stabilizer(name="projected", rounded_normalizer=False, keeps_o_lo=False, projection="mean"),
         Stabilizer(
             name="compensated_projected",
             rounded_normalizer=True,
-            keeps_residual=True,
+            keeps_o_lo=True,
             projection="key",
         ),
     )
@@ -71,15 +67,15 @@ STABILIZERS = {
 ABLATIONS = {
     s.name: s
     for s in (
-        Stabilizer(name="low_order_o", rounded_normalizer=False, keeps_residual=True),
-        Stabilizer(name="consistent_sum", rounded_normalizer=True, keeps_residual=False),
+        Stabilizer(name="low_order_o", rounded_normalizer=False, keeps_o_lo=True),
+        Stabilizer(name="consistent_sum", rounded_normalizer=True, keeps_o_lo=False),
         Stabilizer(
-            name="projected_key", rounded_normalizer=False, keeps_residual=False, projection="key"
+            name="projected_key", rounded_normalizer=False, keeps_o_lo=False, projection="key"
         ),
         Stabilizer(
             name="compensated_projected_mean",
             rounded_normalizer=True,
-            keeps_residual=True,
+            keeps_o_lo=True,
             projection="mean",
         ),
     )

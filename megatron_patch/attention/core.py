@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 # Options of context parallelism, whatever the backend.
 CP_OPTIONS = ("gradient_wire", "head_groups")
 # Of `Options`, what a spec may say and the layer does not: settings of backends with stabilizers.
-NUMERICS = ("stabilizer", "residual", "beta", "eps", "backward", "allow_broken")
+NUMERICS = ("stabilizer", "o_lo", "beta", "eps", "backward", "allow_broken")
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
 
 
@@ -50,8 +50,8 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
 
     Args:
         backend: a name of `BACKENDS`.
-        options: settings of the backend (``stable_flash``: stabilizer, residual, beta, eps,
-            backward, allow_broken; ``fa4``: stabilizer, residual; ``sage_int8``: see
+        options: settings of the backend (``stable_flash``: stabilizer, o_lo, beta, eps,
+            backward, allow_broken; ``fa4``: stabilizer, o_lo; ``sage_int8``: see
             `stable_attention.int8.settings`) and, where it is ours, of context parallelism
             (gradient_wire, head_groups: see `context_parallel_attention`).
 

@@ -131,9 +131,9 @@ def context_parallel_attention(
             neighbouring ranks.
         options: those of `stable_attention`: causal and window (on positions in the whole sequence
             or document), scale, softcap, dropout_p, batch_offset and head_offset (global index of
-            batch 0 and of head 0, for dropout), stabilizer, residual, allow_broken, beta, eps;
+            batch 0 and of head 0, for dropout), stabilizer, o_lo, allow_broken, beta, eps;
             deterministic has no effect here, where sums are always made in a fixed order. The
-            backend "reference" keeps all of O and ignores stabilizer and residual.
+            backend "reference" keeps all of O and ignores stabilizer and o_lo.
         sinks: [h] sink logits (natural log). Their gradient is this rank's share, because the
             data-parallel reduction of parameters also adds over context-parallel ranks.
         dropout_seed: required with dropout; an int, or an int64 scalar on q's device, the same on

@@ -139,7 +139,7 @@ class Attention:
             layout=layout,
             sinks=own_sinks,
             stabilizer=self.options.stabilizer,
-            residual=self.options.residual,
+            o_lo=self.options.o_lo,
         )
         if self.want_max_logits:
             self.everyone.maximum(top)

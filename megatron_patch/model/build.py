@@ -202,8 +202,8 @@ def _backend_options(run: RunConfig) -> dict[str, Any]:
     options["stabilizer"] = attention.stabilizer
     if attention.backward != "auto":
         options["backward"] = attention.backward
-    if attention.residual != "default":
-        options["residual"] = attention.residual
+    if attention.o_lo != "default":
+        options["o_lo"] = attention.o_lo
     if attention.stabilizer == "dynamic_max":
         options |= {"beta": attention.dynamic_max_beta, "eps": attention.dynamic_max_eps}
     if attention.allow_broken:

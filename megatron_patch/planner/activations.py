@@ -365,13 +365,13 @@ def kernel_bytes(run: RunConfig, n: RankShapes) -> int:
     middle of a run, which must not end there for lack of memory.
     """
     attention = run.attention
-    residual = "bf16" if attention.residual == "default" else attention.residual
+    o_lo = "bf16" if attention.o_lo == "default" else attention.o_lo
     keys = _keys(run, n)
-    now = BACKENDS[attention.backend].saved_bytes(n, keys, attention.stabilizer, residual)
+    now = BACKENDS[attention.backend].saved_bytes(n, keys, attention.stabilizer, o_lo)
     if run.stability.guard != "switch":
         return now
     backend, options = TARGET
-    kept = residual if attention.backend == backend else "bf16"
+    kept = o_lo if attention.backend == backend else "bf16"
     return max(now, BACKENDS[backend].saved_bytes(n, keys, options["stabilizer"], kept))
 
 

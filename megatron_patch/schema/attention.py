@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 BackendName = Literal[
     "stable_flash", "sdpa_cudnn", "sdpa_flash", "fa4", "sage_int8", "te", "mcore_local", "reference"
@@ -42,7 +42,7 @@ class AttentionConfig:
     ``stabilizer``), or that of cuDNN, FlashAttention-2 (both by PyTorch) or FlashAttention-4, given
     the same delta. ``auto`` is the fastest of those measured on the GPU's architecture, else
     ``own``."""
-    residual: Literal["default", "bf16", "int8"] = "default"
+    o_lo: Literal["default", "bf16", "int8"] = "default"
     """Format in which ``compensated`` and ``compensated_projected`` keep O_lo, the low-order part
     of O, for the backward."""
     dynamic_max_beta: float = 2.0
@@ -55,3 +55,6 @@ class AttentionConfig:
     """Must be true for ``stabilizer: paper_bf16``, which exists to reproduce the failure."""
     int8: Int8Config = field(default_factory=Int8Config)
     """Numerics of ``sage_int8``."""
+
+    REMOVED: ClassVar[dict[str, str]] = {"residual": "it is attention.o_lo now"}
+    """Keys of the release before, and what stands for them; the next release forgets them."""

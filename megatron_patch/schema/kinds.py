@@ -58,7 +58,7 @@ _KEYS: dict[Kind, str] = {
         training.gradient_accumulation_fusion training.grouped_experts training.fp8
         optimizer.implementation
         data.verify data.num_workers
-        attention.backend attention.stabilizer attention.backward attention.residual
+        attention.backend attention.stabilizer attention.backward attention.o_lo
         attention.dynamic_max_beta attention.dynamic_max_eps attention.allow_broken
         attention.fp8 attention.int8.smooth_k attention.int8.smooth_q attention.int8.scales
         attention.int8.normalizer attention.int8.projection

@@ -98,7 +98,7 @@ def switch(sites: Sequence[Site]) -> int:
         name, options = TARGET
         kept: dict[str, Any] = {}
         if site.backend == name:
-            kept = {k: module.options[k] for k in ("residual", "backward") if k in module.options}
+            kept = {k: module.options[k] for k in ("o_lo", "backward") if k in module.options}
         module.use(name, **options, **kept)
         changed += 1
     return changed

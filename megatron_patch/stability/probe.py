@@ -83,7 +83,7 @@ class Tensors:
 Runner = Callable[[Tensors], BackendResult]
 
 
-def stable_flash(stabilizer: str, residual: str = "bf16", backward: str = "own") -> Runner:
+def stable_flash(stabilizer: str, o_lo: str = "bf16", backward: str = "own") -> Runner:
     """``stable_flash`` with a stabilizer (or half of one) and a backward."""
 
     def run(x: Tensors) -> BackendResult:
@@ -91,9 +91,9 @@ def stable_flash(stabilizer: str, residual: str = "bf16", backward: str = "own")
 
         q, k, v = x.leaves()
         found = stable_attention(
-            q, k, v, **x.call(), stabilizer=stabilizer, residual=residual, backward=backward,
+            q, k, v, **x.call(), stabilizer=stabilizer, o_lo=o_lo, backward=backward,
             deterministic=True, allow_broken=stabilizer == "paper_bf16", return_lse=True,
-            return_residual=True,
+            return_o_lo=True,
         )  # fmt: skip
         assert isinstance(found, tuple)
         return x.result(found[0], q, k, lse=found[1], low=found[2])
@@ -232,9 +232,9 @@ ROUNDINGS = {
     "compensated_projected": emulators.COMPENSATED_PROJECTED,
     "projected": emulators.PROJECTED,
     "none": emulators.FLASH2,
-    "low_order_o": dataclasses.replace(emulators.FLASH2, residual="bf16"),
-    "consistent_sum": dataclasses.replace(emulators.COMPENSATED, residual=None),
-    "fp32 O": dataclasses.replace(emulators.FLASH2, residual="float32"),
+    "low_order_o": dataclasses.replace(emulators.FLASH2, o_lo="bf16"),
+    "consistent_sum": dataclasses.replace(emulators.COMPENSATED, o_lo=None),
+    "fp32 O": dataclasses.replace(emulators.FLASH2, o_lo="float32"),
     "dynamic_max": emulators.DYNAMIC_MAX,
     "dynamic_max as published": emulators.DYNAMIC_MAX_PUBLISHED,
     "lagging maximum": emulators.FLASH4,

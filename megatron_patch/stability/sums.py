@@ -31,7 +31,7 @@ from megatron_patch.stability.sampling import (
     sample,
 )
 from stable_attention.api import stable_attention
-from stable_attention.probes import decode_residual
+from stable_attention.probes import decode_o_lo
 from stable_attention.reference import reference_attention
 from stable_attention.stabilizers import KNOWN
 
@@ -161,7 +161,7 @@ class HeadSums:
             # backward corrects delta, it is better than O alone; a backend that is exact has not
             # used such an O.
             better=exact
-            or (numerics is not None and (numerics.keeps_residual or bool(numerics.projection))),
+            or (numerics is not None and (numerics.keeps_o_lo or bool(numerics.projection))),
         )
         top = seen.max_logits
         if top is None and geometry.size == 1 and geometry.starts is None:
@@ -274,7 +274,7 @@ def _values(
     values = {"rows": ones} | {name: getattr(facts, name) for name in named}
     plain = used = None
     if low is not None:
-        lost = _rows(decode_residual(out, low))
+        lost = _rows(decode_o_lo(out, low))
         of = [stored, -lost, *([stored + lost - facts.out] if clean else [])]
         values["delta2"], plain, *rest = _dots(facts.dout, of)
         used = rest[0] if rest else None

@@ -57,8 +57,8 @@ NOTHING = 1e-12
 """Share of the error below which a derivative is float64's own rounding."""
 KINDS = {
     "none": FLASH2,
-    "low_order_o": replace(FLASH2, residual=COMPENSATED.residual),
-    "consistent_sum": replace(COMPENSATED, residual=None),
+    "low_order_o": replace(FLASH2, o_lo=COMPENSATED.o_lo),
+    "consistent_sum": replace(COMPENSATED, o_lo=None),
     "compensated": COMPENSATED,
 }
 

@@ -169,7 +169,7 @@ def test_configuration_problems_name_the_key():
     [
         ({"stabilizer": "paper_bf16"}, "attention.stabilizer"),
         ({"allow_broken": True}, "attention.allow_broken"),
-        ({"residual": "int8", "stabilizer": "none"}, "attention.residual"),
+        ({"o_lo": "int8", "stabilizer": "none"}, "attention.o_lo"),
         ({"stabilizer": "dynamic_max", "dynamic_max_beta": 1.0}, "attention.dynamic_max_beta"),
         ({"stabilizer": "dynamic_max", "dynamic_max_eps": -1.0}, "attention.dynamic_max_eps"),
     ],
@@ -302,7 +302,7 @@ def test_int8_attention_says_what_it_has_not():
         ({"mla": MLAConfig(qk_head_dim=8, qk_pos_emb_head_dim=8, v_head_dim=16),
           "hidden_size": 36}, {}, 1),
         ({"window": [3, 0], "window_skip_freq": 2, "softmax_type": "learnable"},
-         {"residual": "int8"}, 2),
+         {"o_lo": "int8"}, 2),
         ({"attention_dropout": 0.1}, {"stabilizer": "paper_bf16", "allow_broken": True}, 1),
     ],
     ids=["mla", "window", "dropout"],

@@ -56,7 +56,7 @@ class Case:
     tail: int = 8
     """Tokens after the last document of a pack."""
     gradient_wire: str = "fp32"
-    residual: str = "bf16"
+    o_lo: str = "bf16"
     stabilizer: str = "compensated"
     v_mean: float = 0.0
     """Mean of V: a large one makes delta large, and its error with it."""
@@ -158,7 +158,7 @@ def _uncut(case: Case, given: Inputs, *, oracle: bool) -> dict[str, torch.Tensor
         from stable_attention.api import stable_attention
 
         out, top = stable_attention(
-            *leaves, sinks=sinks, return_max_logits=True, residual=case.residual,
+            *leaves, sinks=sinks, return_max_logits=True, o_lo=case.o_lo,
             stabilizer=case.stabilizer, **options,
         )  # fmt: skip
     return _gradients(out, with_sinks, given.dout) | {"max_logits": top.detach()}
@@ -204,7 +204,7 @@ def run_rank(case: Case, group: Any, hierarchical: Any, device: str = "cpu") -> 
         dropout_seed=77 if case.dropout_p else None,
         return_max_logits=True,
         gradient_wire=case.gradient_wire,
-        residual=case.residual,
+        o_lo=case.o_lo,
         stabilizer=case.stabilizer,
         **options,
     )

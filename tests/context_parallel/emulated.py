@@ -30,7 +30,7 @@ def run(case: Case, given: Inputs | None = None, **changes: Any) -> Emulated:
         dropout_seed=77,
         want_max_logits=True,
         wire=WIRES[case.gradient_wire],
-        residual=case.residual,
+        o_lo=case.o_lo,
         stabilizer=case.stabilizer,
         **options,
         **changes,

@@ -251,7 +251,7 @@ def test_kernels_in_every_mode():
         ("a2a", {"sinks": True, "window": (9, 0), "stabilizer": "compensated_projected"}),
         ("all_gather", {"layout": "thd", "lengths": (9, 0, 6), "tail": 0}),
         ("p2p", {"sinks": True, "stabilizer": "compensated_projected"}),
-        ("p2p", {"causal": False, "residual": "int8", "dtype": "fp16", "softcap": 3.0}),
+        ("p2p", {"causal": False, "o_lo": "int8", "dtype": "fp16", "softcap": 3.0}),
     ):
         case = Case(size=2, mode=mode, **(shape | extra))
         assert not verdict(case, found(run(case))), case

@@ -26,7 +26,7 @@ WIDTHS = {
     "sinks, window, dropout": {"sinks": True, "window": (200, 0), "dropout_p": 0.1},
     "MLA": {"d": 192, "dv": 128, "kv": 8},
     "12 heads on 3": {"h": 24, "kv": 3, "sinks": True},
-    "fp16, int8 residual": {"dtype": "fp16", "residual": "int8"},
+    "fp16, int8 o_lo": {"dtype": "fp16", "o_lo": "int8"},
     "projected": {"stabilizer": "compensated_projected", "sinks": True},
 }
 

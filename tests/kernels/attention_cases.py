@@ -50,7 +50,7 @@ class Case:
     softcap: float = 0.0
     dropout: float = 0.0
     stabilizer: str = "compensated"
-    residual: str = "bf16"
+    o_lo: str = "bf16"
     deterministic: int = 1
     lens_q: str = ""
     """Comma-separated lengths for thd."""
@@ -326,7 +326,7 @@ def random_kernel(rng: random.Random) -> Case:
         softcap=0.0 if "projected" in stabilizer else rng.choice([0.0, 0.0, 0.0, 20.0]),
         dropout=rng.choice([0.0, 0.0, 0.0, 0.17]),
         stabilizer=stabilizer,
-        residual=rng.choice(["bf16", "bf16", "int8"]) if stabilizer == "compensated" else "bf16",
+        o_lo=rng.choice(["bf16", "bf16", "int8"]) if stabilizer == "compensated" else "bf16",
         deterministic=rng.choice([1, 0]),
         dlse=rng.choice([0, 0, 1]),
     )

@@ -59,7 +59,7 @@ def run_chunked(case: Case, given: Inputs, chunks: int, order: str) -> Results:
                 primitives.merge_chunks(out, lse, part, part_lse)
         final, low = primitives.finish_chunks(
             out, lse, dtype=given.q.dtype, sinks=sinks,
-            stabilizer=case.stabilizer, residual=case.residual,
+            stabilizer=case.stabilizer, o_lo=case.o_lo,
         )  # fmt: skip
         dout = given.dout[:, rows]
         delta, share = primitives.chunk_delta(dout, final, lse, low=low, sinks=sinks)

@@ -120,8 +120,8 @@ def run_specified(case: Case, given: Inputs) -> Results | None:
     }.get(case.stabilizer)
     if base is None:
         return None
-    residual = case.residual if base.residual else None
-    rounding = dataclasses.replace(base, dtype=given.q.dtype, residual=residual)
+    o_lo = case.o_lo if base.o_lo else None
+    rounding = dataclasses.replace(base, dtype=given.q.dtype, o_lo=o_lo)
     q, k, v, dout = (to_bhsd(x, case.layout) for x in (given.q, given.k, given.v, given.dout))
     group = case.hq // case.hk
     wide_k, wide_v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -219,7 +219,7 @@ def run_ours(case: Case, given: Inputs, *, poison: bool = True, return_lse: bool
                 k,
                 v,
                 stabilizer=case.stabilizer,
-                residual=case.residual,
+                o_lo=case.o_lo,
                 deterministic=bool(case.deterministic),
                 allow_broken=case.stabilizer == "paper_bf16",
                 return_lse=return_lse,

@@ -30,7 +30,7 @@ FEATURES = [
     "sq=34 sk=66 softcap=3 causal=1",
     "sq=34 sk=34 dropout=0.3 b=2 hq=2 hk=1",
     "sq=40 sk=70 dropout=0.17 causal=1 left=20 dtype=fp16",
-    "sq=40 sk=40 residual=int8 causal=1 sinks=learned",
+    "sq=40 sk=40 o_lo=int8 causal=1 sinks=learned",
     "sq=64 sk=64 values=repeat causal=1",
     "sq=40 sk=64 values=outlier",
     "sq=64 sk=64 values=above dlse=1",
@@ -43,19 +43,19 @@ FEATURES = [
     "sq=64 sk=64 causal=1 deterministic=0 hq=4",
     "layout=thd lens_q=0,5,33,1,20 lens_k=4,0,33,1,40 causal=1 sinks=learned unused=3 dlse=1",
     "layout=thd lens_q=9,37 lens_k=9,37 gaps=4 left=3 dropout=0.2 memory=fused",
-    "layout=thd lens_q=20,1,40 lens_k=33,33,2 hq=2 hk=1 residual=int8",
+    "layout=thd lens_q=20,1,40 lens_k=33,33,2 hq=2 hk=1 o_lo=int8",
     # Head dims of two parts (triton/parts.py), whole and partly filled.
     "d=96 dv=128 sq=20 sk=36 causal=1",
     "sq=45 sk=70 causal=1 d=96 hq=2 hk=1",
     "sq=33 sk=130 d=80 dtype=fp16 hq=1 hk=1 path=late",
     "sq=33 sk=130 d=96 hq=1 hk=1 path=segments",
     "sq=33 sk=130 d=192 dv=192 dtype=fp16 hq=1 hk=1 path=reverse",
-    "sq=34 sk=40 d=64 dv=96 sinks=learned dropout=0.2 residual=int8 hq=2 hk=1",
+    "sq=34 sk=40 d=64 dv=96 sinks=learned dropout=0.2 o_lo=int8 hq=2 hk=1",
     "layout=thd lens_q=9,37 lens_k=9,37 causal=1 d=72 dv=160 path=tma",
     "layout=thd lens_q=0,5,33,1 lens_k=4,0,33,40 d=160 dv=96 dtype=fp16 unused=3 left=9",
     "sq=20 sk=36 left=13 d=136 dv=72 memory=strided",
     "sq=20 sk=40 causal=1 d=192 dv=128",
-    "sq=40 sk=70 right=7 d=192 dv=128 residual=int8 dtype=fp16 path=tma-segments",
+    "sq=40 sk=70 right=7 d=192 dv=128 o_lo=int8 dtype=fp16 path=tma-segments",
     "layout=sbhd sq=45 sk=70 b=2 hq=2 causal=1 sinks=learned d=40 dv=24 path=tma",
     "layout=bhsd sq=45 sk=70 b=2 hq=4 hk=2 causal=1 d=96 dv=64 memory=fused path=tma",
     "layout=thd lens_q=9,37 lens_k=9,37 gaps=4 left=3 hq=4 hk=2 d=64 dv=96 memory=fused path=tma",
@@ -89,7 +89,7 @@ FEATURES = [
     "sq=90 sk=40 left=11 right=5 stabilizer=compensated_projected",
     "sq=70 sk=45 causal=1 layout=bhsd stabilizer=projected",
     "sq=40 sk=70 causal=1 d=192 dv=128 stabilizer=projected",
-    "sq=45 sk=70 causal=1 d=96 hq=2 hk=1 residual=int8 stabilizer=compensated_projected",
+    "sq=45 sk=70 causal=1 d=96 hq=2 hk=1 o_lo=int8 stabilizer=compensated_projected",
     "layout=thd lens_q=0,5,33,1,20 lens_k=4,0,33,1,40 causal=1 sinks=learned unused=3 dlse=1 "
     "stabilizer=compensated_projected",
     "layout=thd lens_q=9,37 lens_k=9,37 gaps=4 left=3 dropout=0.2 stabilizer=projected",
@@ -132,77 +132,75 @@ FAULTS = {
 
 
 def values_of_one(
-    dtype: torch.dtype = torch.bfloat16, residual: str = "bf16", path: str = ""
+    dtype: torch.dtype = torch.bfloat16, o_lo: str = "bf16", path: str = ""
 ) -> list[str]:
     """V = 1 gives O = 1 exactly, low-order part 0: l sums the P that multiplied V (FA PR #2721)."""
     from stable_attention import stable_attention
-    from stable_attention.probes import decode_residual
+    from stable_attention.probes import decode_o_lo
 
     gen = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 70, 2, 32, generator=gen).to(DEVICE, dtype) * 2 for _ in range(2))
     v = torch.ones_like(k)
     with forward_path(path):
         out, low = stable_attention(
-            q, k, v, causal=True, window=(50, 0), residual=residual, return_residual=True
+            q, k, v, causal=True, window=(50, 0), o_lo=o_lo, return_o_lo=True
         )
-    rest = float(decode_residual(out, low).abs().max())
+    rest = float(decode_o_lo(out, low).abs().max())
     problems = [] if torch.equal(out, torch.ones_like(out)) else [f"O is {out.min()}..{out.max()}"]
     return problems + ([f"low-order part of 1 is {rest}"] if rest > 2.0**-20 else [])
 
 
-def low_order_part(residual: str) -> list[str]:
+def low_order_part(o_lo: str) -> list[str]:
     """Three equal keys: P = 1 exactly, O = a mean of three values; hi + low must be that mean."""
     from stable_attention import stable_attention
-    from stable_attention.probes import decode_residual
+    from stable_attention.probes import decode_o_lo
     from stable_attention.reference.emulators import half_ulp
 
     gen = torch.Generator().manual_seed(1)
     q, v = (torch.randn(1, 40, 1, 32, generator=gen).to(DEVICE).bfloat16() for _ in range(2))
     k = q[:, :1].expand(1, 40, 1, 32)
-    out, low = stable_attention(
-        q, k, v, causal=True, window=(2, 0), residual=residual, return_residual=True
-    )
+    out, low = stable_attention(q, k, v, causal=True, window=(2, 0), o_lo=o_lo, return_o_lo=True)
     total = torch.nn.functional.pad(v.double(), (0, 0, 0, 0, 2, 0))
     mean = (total[:, 2:] + total[:, 1:-1] + total[:, :-2])[:, 2:] / 3
     hi = out[:, 2:]
     rest = mean - hi.double()
-    step = half_ulp(hi).double() * (1 / 127 if residual == "int8" else 2.0**-8)
-    error = (decode_residual(hi, low[:, 2:]).double() - rest).abs() / step
+    step = half_ulp(hi).double() * (1 / 127 if o_lo == "int8" else 2.0**-8)
+    error = (decode_o_lo(hi, low[:, 2:]).double() - rest).abs() / step
     # Float32 sums leave 2^-22 of O, 2^-13 half ulps, at either side of a rounding.
-    limit = 0.5 + (2.0**-13 * 127 if residual == "int8" else 2.0**-5)
+    limit = 0.5 + (2.0**-13 * 127 if o_lo == "int8" else 2.0**-5)
     worst = float(error.max())
-    return [f"{residual} low-order part off by {worst:.2f} of its step"] if worst > limit else []
+    return [f"{o_lo} low-order part off by {worst:.2f} of its step"] if worst > limit else []
 
 
-def backend_result(tensors, stabilizer="compensated", residual="bf16"):
+def backend_result(tensors, stabilizer="compensated", o_lo="bf16"):
     """What the kernels make of causal (q, k, v, dO) in bhsd, for a probe."""
     from stable_attention import stable_attention
     from stable_attention.probes import BackendResult
 
     leaves = [x.detach().requires_grad_() for x in tensors[:3]]
     out, lse, low = stable_attention(
-        *leaves, layout="bhsd", causal=True, stabilizer=stabilizer, residual=residual,
-        deterministic=True, return_lse=True, return_residual=True,
+        *leaves, layout="bhsd", causal=True, stabilizer=stabilizer, o_lo=o_lo,
+        deterministic=True, return_lse=True, return_o_lo=True,
     )  # fmt: skip
     dq, dk, _ = torch.autograd.grad(out, leaves, tensors[3])
     return BackendResult(out=out, lse=lse, low=low, dq=dq, dk=dk)
 
 
-def _delta_report(regime: str, stabilizer: str, residual: str):
+def _delta_report(regime: str, stabilizer: str, o_lo: str):
     from regimes import make_regime
 
     from stable_attention.probes import probe
 
     given = [x[None] for x in make_regime(regime, heads=1, n=96, device=DEVICE)]
-    result = backend_result(given, stabilizer, residual)
+    result = backend_result(given, stabilizer, o_lo)
     return probe(*given, backend=result, layout="bhsd", causal=True, skip_rows=48)
 
 
-def saturated_sink(stabilizer: str = "compensated", residual: str = "bf16") -> list[str]:
+def saturated_sink(stabilizer: str = "compensated", o_lo: str = "bf16") -> list[str]:
     """Plain BF16 O makes dQ 100 % wrong here; hi + low and float32 delta bring it back."""
-    report = _delta_report("one", stabilizer, residual)
+    report = _delta_report("one", stabilizer, o_lo)
     problems = []
-    coarse = 8 if residual == "int8" else 1
+    coarse = 8 if o_lo == "int8" else 1
     if report.dq_error > 0.03 * coarse:
         problems.append(f"dQ error {report.dq_error:.3f} in regime one")
     if report.rms > 1e-6 * coarse:
@@ -406,11 +404,11 @@ PROPERTIES: dict[str, Callable[[], list[str]]] = {
     "values of one": values_of_one,
     "values of one, fp16": lambda: values_of_one(torch.float16),
     "values of one, early": lambda: values_of_one(path="early"),
-    "values of one, int8": lambda: values_of_one(residual="int8"),
+    "values of one, int8": lambda: values_of_one(o_lo="int8"),
     "low-order part, bf16": lambda: low_order_part("bf16"),
     "low-order part, int8": lambda: low_order_part("int8"),
     "saturated sink": saturated_sink,
-    "saturated sink, int8": lambda: saturated_sink(residual="int8"),
+    "saturated sink, int8": lambda: saturated_sink(o_lo="int8"),
     "equal sinks": equal_sinks,
     "sinks without keys": sinks_without_keys,
     "a shift of its own": own_shift,

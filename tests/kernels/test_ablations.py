@@ -1,4 +1,4 @@
-"""The halves of "compensated" and the float32 residual: kernels against what each is said to do."""
+"""The halves of "compensated" and the float32 O_lo: kernels against what each is said to do."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from stable_attention.probes import BackendResult, probe
 from stable_attention.reference.emulators import COMPENSATED, FLASH2, Rounding, emulate
 from stable_attention.stabilizers import ABLATIONS, KNOWN, STABILIZERS
 
-LOW = dataclasses.replace(FLASH2, residual="bf16")
-SUM = dataclasses.replace(COMPENSATED, residual=None)
-WHOLE = dataclasses.replace(FLASH2, residual="float32")
-# (stabilizer, residual) and the emulation it must equal.
+LOW = dataclasses.replace(FLASH2, o_lo="bf16")
+SUM = dataclasses.replace(COMPENSATED, o_lo=None)
+WHOLE = dataclasses.replace(FLASH2, o_lo="float32")
+# (stabilizer, o_lo) and the emulation it must equal.
 ROWS = (
     ("low_order_o", "bf16", LOW),
     ("consistent_sum", "bf16", SUM),
     ("low_order_o", "fp32", WHOLE),
-    ("compensated", "fp32", dataclasses.replace(COMPENSATED, residual="float32")),
+    ("compensated", "fp32", dataclasses.replace(COMPENSATED, o_lo="float32")),
 )
 
 
@@ -51,8 +51,8 @@ def emulated(tensors, rounding: Rounding):
     ],
 )
 def test_ablations_pass_the_error_rule(name: str, line: str) -> None:
-    residual = "fp32" if name == "compensated" else "bf16"
-    case = Case.parse(f"{line} stabilizer={name} residual={residual}")
+    o_lo = "fp32" if name == "compensated" else "bf16"
+    case = Case.parse(f"{line} stabilizer={name} o_lo={o_lo}")
     check_case(case, again=False).raise_if_bad()
 
 
@@ -60,11 +60,11 @@ def test_ablations_pass_the_error_rule(name: str, line: str) -> None:
 def test_each_half_has_the_delta_error_of_its_emulation(regime: str) -> None:
     """And of no other row: the halves differ by factors where the doors they close matter."""
     tensors = [x[None].to(DEVICE) for x in make_regime(regime, heads=2, n=96)]
-    for stabilizer, residual, rounding in ROWS:
-        ours = report(tensors, backend_result(tensors, stabilizer, residual))
+    for stabilizer, o_lo, rounding in ROWS:
+        ours = report(tensors, backend_result(tensors, stabilizer, o_lo))
         theirs = emulated(tensors, rounding)
         # Where nothing is left of the error, kernels and emulation differ in float32 noise.
-        assert ours.rms == pytest.approx(theirs.rms, rel=0.15, abs=6e-6), (stabilizer, residual)
+        assert ours.rms == pytest.approx(theirs.rms, rel=0.15, abs=6e-6), (stabilizer, o_lo)
 
 
 def test_which_door_each_half_closes() -> None:
@@ -73,9 +73,9 @@ def test_which_door_each_half_closes() -> None:
         [x[None].to(DEVICE) for x in make_regime(name, heads=2, n=96)] for name in ("near2", "one")
     )
     rms = {
-        (regime, name, residual): emulated(tensors, rounding).rms
+        (regime, name, o_lo): emulated(tensors, rounding).rms
         for regime, tensors in (("near", near), ("one", one))
-        for name, residual, rounding in (*ROWS, ("compensated", "bf16", COMPENSATED))
+        for name, o_lo, rounding in (*ROWS, ("compensated", "bf16", COMPENSATED))
     }
     assert rms["near", "low_order_o", "bf16"] > 4 * rms["near", "compensated", "bf16"]
     assert rms["near", "low_order_o", "fp32"] > 4 * rms["near", "compensated", "bf16"]
@@ -84,15 +84,15 @@ def test_which_door_each_half_closes() -> None:
     assert rms["one", "low_order_o", "bf16"] < 2 * rms["one", "compensated", "bf16"]
 
 
-def test_float32_residual_restores_the_float32_output() -> None:
-    """O_hi + O_lo under "fp32" is what a 16-bit residual only approaches."""
+def test_float32_o_lo_restores_the_float32_output() -> None:
+    """O_hi + O_lo under "fp32" is what a 16-bit O_lo only approaches."""
     tensors = [x[None].to(DEVICE) for x in make_regime("gauss", heads=2, n=64)]
     q, k, v, _ = tensors
-    exact, close = (backend_result(tensors, residual=name) for name in ("fp32", "bf16"))
+    exact, close = (backend_result(tensors, o_lo=name) for name in ("fp32", "bf16"))
     assert exact.low.dtype == torch.float32 and torch.equal(exact.out, close.out)
     assert torch.equal(exact.low.bfloat16(), close.low)
     out, lse = chunk_forward(q, k, v, layout="bhsd", causal=True, stabilizer="compensated")
-    high, low = finish_chunks(out, lse, dtype=q.dtype, layout="bhsd", residual="fp32")
+    high, low = finish_chunks(out, lse, dtype=q.dtype, layout="bhsd", o_lo="fp32")
     assert torch.equal(high.float() + low, out) and low.dtype == torch.float32
 
 

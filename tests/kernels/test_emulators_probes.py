@@ -15,7 +15,7 @@ from regimes import REGIMES, make_regime
 from stable_attention import numerics
 from stable_attention.probes import (
     BackendResult,
-    decode_residual,
+    decode_o_lo,
     probe,
     true_gradients,
 )
@@ -53,7 +53,7 @@ def test_float32_emulation_equals_the_oracle() -> None:
     case = Case.parse(f"{case} sinks=learned dlse=1 causal=1")
     given = make_inputs(case, "cpu")
     truth = run_oracle(case, given, torch.float64)
-    exact = Rounding(dtype=torch.float32, probabilities=False, dscores=False, residual="float32")
+    exact = Rounding(dtype=torch.float32, probabilities=False, dscores=False, o_lo="float32")
     found = emulate(
         given.q, given.k, given.v, given.dout,
         rounding=exact,
@@ -133,8 +133,8 @@ def numerics_bound(dtype: torch.dtype) -> float:
 
 
 def test_lagging_maximum_needs_the_rounded_sum() -> None:
-    o32 = Rounding(shift="lagging", residual="float32")
-    both = Rounding(shift="lagging", residual="float32", normalizer="rounded")
+    o32 = Rounding(shift="lagging", o_lo="float32")
+    both = Rounding(shift="lagging", o_lo="float32", normalizer="rounded")
     assert run("one", FLASH4).rms > 5e-4
     assert run("one", o32).rms > 5e-4
     assert run("one", both).rms < 1e-5
@@ -193,7 +193,7 @@ def test_probe_of_what_does_not_belong_together(change: dict, text: str) -> None
 
 def test_probe_of_a_wrong_delta_reports_exactly_that() -> None:
     q, k, v, dout = (x[None] for x in make_regime("diffuse", heads=2, n=96))
-    e: Emulation = emulate(q, k, v, dout, rounding=Rounding(residual="float32"),
+    e: Emulation = emulate(q, k, v, dout, rounding=Rounding(o_lo="float32"),
                            mask=torch.ones(96, 96).tril().bool())  # fmt: skip
     wrong = probe(
         q, k, v, dout, layout="bhsd", causal=True,
@@ -283,4 +283,4 @@ def test_low_order_part_of_each_storage(storage: str, bits: int) -> None:
     assert float(((o - hi.float() - low) / half_ulp(hi)).abs().max()) <= 2.0**-bits * 1.02
     codes = torch.round((o - hi.float()) / (half_ulp(hi) / 127)).to(torch.int8)
     if storage == "int8":
-        assert torch.equal(decode_residual(hi, codes), low)
+        assert torch.equal(decode_o_lo(hi, codes), low)

@@ -14,7 +14,7 @@ from memory_poison import PoisonedMemory
 from suite import FAULTS
 
 from stable_attention import stable_attention
-from stable_attention.probes import decode_residual
+from stable_attention.probes import decode_o_lo
 
 
 @pytest.mark.parametrize("line", FAULTS.values(), ids=[n.split()[0] for n in FAULTS])
@@ -88,19 +88,19 @@ def test_fa_unaligned_base_pointer_and_padded_rows() -> None:
         assert torch.equal(getattr(found, name), x), name
 
 
-def test_half_precision_row_of_zeros_keeps_int8_residual_finite() -> None:
+def test_half_precision_row_of_zeros_keeps_int8_o_lo_finite() -> None:
     """O = 0 has no exponent to scale int8 codes by: no division by zero, no NaN in delta."""
-    case = Case(sq=20, sk=8, causal=1, residual="int8")
+    case = Case(sq=20, sk=8, causal=1, o_lo="int8")
     given = make_inputs(case)
     given.v[:, :4] = 0
     with torch.no_grad():
         low = stable_attention(
-            given.q, given.k, given.v, causal=True, residual="int8", return_residual=True
+            given.q, given.k, given.v, causal=True, o_lo="int8", return_o_lo=True
         )[1]
     # Whatever the code of an O = 0 is, it decodes to nothing.
     assert low.dtype == torch.int8
     empty = torch.zeros(low[:, :12].shape, dtype=torch.bfloat16, device=DEVICE)
-    assert float(decode_residual(empty, low[:, :12]).abs().max()) < 1e-30
+    assert float(decode_o_lo(empty, low[:, :12]).abs().max()) < 1e-30
     assert bool(torch.isfinite(run_ours(case, given).dq).all())
 
 

@@ -28,13 +28,13 @@ def op_arguments(q, k, v, sinks=None, with_lse=True, **options):
 
 
 @pytest.mark.parametrize(
-    ("stabilizer", "residual"), [("compensated", "bf16"), ("compensated", "int8"), ("none", "bf16")]
+    ("stabilizer", "o_lo"), [("compensated", "bf16"), ("compensated", "int8"), ("none", "bf16")]
 )
-def test_opcheck(stabilizer, residual):
+def test_opcheck(stabilizer, o_lo):
     """Schema, fake tensors, autograd registration and AOT dispatch agree with the kernels."""
     q, k, v = randn(1, 20, 2, 16), randn(1, 24, 1, 16), randn(1, 24, 1, 8)
     sinks = torch.randn(2, requires_grad=True)
-    arguments = op_arguments(q, k, v, sinks, stabilizer=stabilizer, residual=residual)
+    arguments = op_arguments(q, k, v, sinks, stabilizer=stabilizer, o_lo=o_lo)
     torch.library.opcheck(ops.forward_op, arguments)
 
 
@@ -280,11 +280,11 @@ def test_softcap_costs_the_absolute_error_the_docs_state(cap):
     assert (lse.double() - true).abs().max() <= 2e-7 * cap + 1e-5
 
 
-def test_int8_residual_of_tiny_outputs_is_finite():
+def test_int8_o_lo_of_tiny_outputs_is_finite():
     """127 / half_ulp must not overflow where BF16 ends: the code of 0 would be NaN."""
     q, k = (randn(1, 20, 1, 16, grad=False) for _ in range(2))
     v = torch.full((1, 20, 1, 16), 2.0**-124).bfloat16()
-    out, low = stable_attention(q, k, v, residual="int8", return_residual=True)
+    out, low = stable_attention(q, k, v, o_lo="int8", return_o_lo=True)
     assert torch.equal(out, v) and torch.count_nonzero(low) == 0
 
 

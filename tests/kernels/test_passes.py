@@ -404,7 +404,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "pieces of one tensor": {"causal": True, "one": True},
     "full, d 128, GQA": {"d": 128, "kv_heads": 1},
-    "window, fp32 residual": {"window": (32, 0), "residual": "fp32"},
+    "window, fp32 o_lo": {"window": (32, 0), "o_lo": "fp32"},
     "none": {"stabilizer": "none"},
     "LSE and largest logits": {"causal": True, "return_lse": True, "return_max_logits": True},
     "packed": {"layout": "thd", "causal": True},

@@ -19,7 +19,7 @@ OTHER = {
     "batch_offset": 7,
     "head_offset": 2**31 - 2**16,
     "stabilizer": "dynamic_max",
-    "residual": "int8",
+    "o_lo": "int8",
     "beta": -7.25,
     "eps": 1e-30,
     "deterministic": True,
@@ -69,7 +69,7 @@ def test_what_was_served_once_is_still_checked() -> None:
     """Problems are remembered by values: those that compare equal need not be of a right type."""
     q, k, v = tensors()
     want = stable_attention(q, k, v, causal=True, window=(1, 2))
-    for bad in ({"window": (1.0, 2)}, {"causal": 1.5}, {"batch_offset": 0.0}, {"residual": None}):
+    for bad in ({"window": (1.0, 2)}, {"causal": 1.5}, {"batch_offset": 0.0}, {"o_lo": None}):
         with pytest.raises(AttentionArgumentError):
             stable_attention(q, k, v, **{"causal": True, "window": (1, 2)} | bad)
     for bad in (k[:1], k[..., :8], k.float()):

@@ -216,9 +216,9 @@ def test_auto_is_what_the_stored_figures_say() -> None:
     assert ({} if fastest == "own" else {"sm90": fastest}) == vendors.AUTO
 
 
-@pytest.mark.parametrize("residual", ["int8", "fp32"])
-def test_how_o_lo_is_stored_is_nothing_to_a_vendor(residual: str) -> None:
-    assert _chosen(residual=residual, backward="sdpa_flash") == "sdpa_flash"
+@pytest.mark.parametrize("o_lo", ["int8", "fp32"])
+def test_how_o_lo_is_stored_is_nothing_to_a_vendor(o_lo: str) -> None:
+    assert _chosen(o_lo=o_lo, backward="sdpa_flash") == "sdpa_flash"
 
 
 def test_the_default_is_not_spelled_out_in_a_spec() -> None:

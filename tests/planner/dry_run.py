@@ -160,9 +160,9 @@ class Chunks:
         return None
 
     @staticmethod
-    def finish_chunks(out, lse, *, dtype, residual="bf16", stabilizer="compensated", **_):
-        low = torch.int8 if residual == "int8" else dtype
-        empty = not STABILIZERS[stabilizer].keeps_residual
+    def finish_chunks(out, lse, *, dtype, o_lo="bf16", stabilizer="compensated", **_):
+        low = torch.int8 if o_lo == "int8" else dtype
+        empty = not STABILIZERS[stabilizer].keeps_o_lo
         return out.to(dtype), torch.zeros((0,) if empty else out.shape, dtype=low)
 
     @staticmethod

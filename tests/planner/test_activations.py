@@ -93,7 +93,7 @@ DENSE = {
     "no positions": ({"position_embedding": "none"}, {}),
     "dropout": ({"hidden_dropout": 0.1}, {}),
     "no stabilizer": ({}, {"stabilizer": "none"}),
-    "int8 residual": ({}, {"residual": "int8"}),
+    "int8 o_lo": ({}, {"o_lo": "int8"}),
     "unfused attention": ({}, {"backend": "mcore_local"}),
     "reference attention": ({"seq_length": 1024}, {"backend": "reference"}),
     "latent attention": (MLA, {}),

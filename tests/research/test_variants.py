@@ -80,8 +80,8 @@ def test_largest_logits_of_centered_keys_are_not_handed_to_an_observer():
     [
         ("low_order_o", {"stabilizer": "low_order_o"}),
         ("consistent_sum", {"stabilizer": "consistent_sum"}),
-        ("fp32_o", {"stabilizer": "low_order_o", "residual": "fp32"}),
-        ("fp32_o_consistent_sum", {"stabilizer": "compensated", "residual": "fp32"}),
+        ("fp32_o", {"stabilizer": "low_order_o", "o_lo": "fp32"}),
+        ("fp32_o_consistent_sum", {"stabilizer": "compensated", "o_lo": "fp32"}),
     ],
 )
 def test_setting_variants_reach_the_kernel(name, options):

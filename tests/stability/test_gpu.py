@@ -18,7 +18,7 @@ N, HEADS, D = 512, 4, 64
 SKIP = 64  # rows that `pick_rows` leaves out of N
 KERNELS = [
     ("stable_flash", {"stabilizer": "compensated"}),
-    ("stable_flash", {"stabilizer": "compensated", "residual": "int8"}),
+    ("stable_flash", {"stabilizer": "compensated", "o_lo": "int8"}),
     ("stable_flash", {"stabilizer": "none"}),
     ("sdpa_cudnn", {}),
     ("sdpa_flash", {}),

@@ -193,7 +193,7 @@ def test_the_guard_exchanges_what_needs_it_once():
     from megatron_patch.stability.observe import Site
 
     modules = [
-        Recorder("stable_flash", stabilizer="none", residual="int8", backward="sdpa_flash"),
+        Recorder("stable_flash", stabilizer="none", o_lo="int8", backward="sdpa_flash"),
         Recorder("sdpa_cudnn"),
         Recorder("stable_flash"),
         Recorder("fa4"),
@@ -201,7 +201,7 @@ def test_the_guard_exchanges_what_needs_it_once():
     ]
     sites = [Site(m, i, "x", torch.nn.Module()) for i, m in enumerate(modules)]
     assert guard.switch(sites) == 3
-    kept = {"residual": "int8", "backward": "sdpa_flash"}
+    kept = {"o_lo": "int8", "backward": "sdpa_flash"}
     assert modules[0].calls == [("stable_flash", {"stabilizer": "compensated", **kept})]
     for module in (modules[1], modules[4]):
         assert module.calls == [("stable_flash", {"stabilizer": "compensated"})]

@@ -57,7 +57,7 @@ def seen_of(regime: str, rounding: Rounding, **changes: Any) -> tuple[Seen, torc
         "k": sbhd(k),
         "v": sbhd(v),
         "out": sbhd(done.out[0]),
-        "low": sbhd(done.low[0].bfloat16()) if rounding.residual else None,
+        "low": sbhd(done.low[0].bfloat16()) if rounding.o_lo else None,
         "max_logits": None,
         "sinks": None,
         "geometry": Geometry(scale=D**-0.5, causal=True),
@@ -79,7 +79,7 @@ def observe(seen: Seen, do: torch.Tensor) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("rounding", [FLASH2, COMPENSATED], ids=["plain", "compensated"])
 def test_growth_noise_by_its_definition(regime, rounding):
     """In float64, over the rows that are sampled: all but the first ones."""
-    stabilizer = "compensated" if rounding.residual else "none"
+    stabilizer = "compensated" if rounding.o_lo else "none"
     seen, dout, _ = seen_of(regime, rounding, site=site(stabilizer=stabilizer))
     q, k, v, out, do = (
         x[:, 0].double().transpose(0, 1) for x in (seen.q, seen.k, seen.v, seen.out, dout)
@@ -101,7 +101,7 @@ def test_growth_noise_by_its_definition(regime, rounding):
 @pytest.mark.parametrize("regime", ["tie2s", "near2", "diffuse", "gauss"])
 @pytest.mark.parametrize("rounding", [FLASH2, COMPENSATED], ids=["plain", "compensated"])
 def test_errors_and_kappa_are_those_of_the_probe(regime, rounding):
-    stabilizer = "compensated" if rounding.residual else "none"
+    stabilizer = "compensated" if rounding.o_lo else "none"
     seen, do, _ = seen_of(regime, rounding, site=site(stabilizer=stabilizer))
     found = observe(seen, do)
     for h in range(HEADS):
@@ -151,7 +151,7 @@ def test_the_regime_that_breaks_plain_kernels_stands_out():
 
 
 def test_sources_by_backend():
-    """Vendor kernels are measured, exact ones emulated, dropout leaves only the residual."""
+    """Vendor kernels are measured, exact ones emulated, dropout leaves only O_lo."""
     seen, do, _ = seen_of("near2", FLASH2, site=site("sdpa_cudnn", ""))
     vendor = observe(seen, do)
     np.testing.assert_array_equal(vendor["used_error_rms"], vendor["delta_error_rms"])
@@ -168,14 +168,14 @@ def test_sources_by_backend():
         assert np.isnan(blind[name]).all()
     kept, do, _ = seen_of("near2", COMPENSATED, dropout_p=0.1, site=site(stabilizer="compensated"))
     assert np.isfinite(observe(kept, do)["delta_error_rms"][here]).all()
-    # A compensated call whose residual was not handed out: what it used is not known.
+    # A compensated call whose O_lo was not handed out: what it used is not known.
     hidden, do, _ = seen_of("near2", COMPENSATED, low=None, site=site(stabilizer="compensated"))
     unknown = observe(hidden, do)
     assert np.isnan(unknown["used_error_rms"]).all()
     assert np.isfinite(unknown["delta_error_rms"][here]).all()
 
 
-def test_int8_residuals_are_decoded():
+def test_int8_o_lo_is_decoded():
     seen, do, _ = seen_of("tie2s", COMPENSATED, site=site(stabilizer="compensated"))
     assert seen.low is not None
     codes = torch.round(seen.low.float() / (half_ulp(seen.out) / INT8_CODES)).to(torch.int8)
@@ -203,7 +203,7 @@ def test_layers_at_once_are_layers_one_by_one(kind, limit, monkeypatch):
     """Two sequences a layer, and one layer of another kind in between; then no memory for two."""
     monkeypatch.setattr(sums_module, "HELD_BYTES", limit)
     rounding = COMPENSATED if kind in ("compensated", "dropout") else FLASH2
-    stabilizer = "compensated" if rounding.residual else "none"
+    stabilizer = "compensated" if rounding.o_lo else "none"
     changes: dict[str, Any] = {"site": site(stabilizer=stabilizer)}
     if kind == "sinks":
         changes["sinks"] = torch.tensor([1.5, -0.5])

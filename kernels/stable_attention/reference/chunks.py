@@ -45,7 +45,7 @@ def _rules(
 ) -> tuple[Rules, list[tuple[slice, slice, At]]]:
     """The rules of a pair of chunks, and (rows, keys, where they are) of every sequence in it.
 
-    ``numerics`` (stabilizer, residual, beta, eps, deterministic, backward) change nothing
+    ``numerics`` (stabilizer, o_lo, beta, eps, deterministic, backward) change nothing
     here.
     """
     if dropout_p and dropout_seed is None:
@@ -126,7 +126,7 @@ def finish_chunks(
     layout: str = "bshd",
     sinks: torch.Tensor | None = None,
     stabilizer: str = "compensated",
-    residual: str = "bf16",
+    o_lo: str = "bf16",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `stable_attention.chunks.finish_chunks`; the low-order part is all that rounding lost."""
     if sinks is not None:

@@ -42,7 +42,7 @@ class Rounding:
     """LSE from the "float32" or from the "rounded" sum."""
     weights: str = "float32"
     """P of the backward is divided by the "float32" or by the "rounded" sum."""
-    residual: str | None = None
+    o_lo: str | None = None
     """Low-order part of O that delta sees: None, "bf16", "int8" or "float32"."""
     shift: str = "max"
     """"max", "lagging" (up to ``lag`` nats below) or "dynamic" (the paper's rule)."""
@@ -65,7 +65,7 @@ PAPER = Rounding(scores=True, accumulator=True)
 PAPER_DYNAMIC_MAX = Rounding(scores=True, accumulator=True, shift="dynamic", clamp=1e-10)
 DYNAMIC_MAX = Rounding(shift="dynamic", bounded=True)
 DYNAMIC_MAX_PUBLISHED = Rounding(shift="dynamic")
-COMPENSATED = Rounding(normalizer="rounded", weights="rounded", residual="bf16")
+COMPENSATED = Rounding(normalizer="rounded", weights="rounded", o_lo="bf16")
 PROJECTED = replace(FLASH2, projection="mean")
 COMPENSATED_PROJECTED = replace(COMPENSATED, projection="key")
 
@@ -171,7 +171,7 @@ def emulate(
     o_bar = maybe(torch.matmul(multiplied, v), rounding.accumulator)
     o = o_bar / l.masked_fill(l == 0, 1.0) * gain
     out = o.to(rounding.dtype)
-    low = low_order_part(o, out, rounding.residual)
+    low = low_order_part(o, out, rounding.o_lo)
     sums = {"float32": l32, "rounded": l_rounded}
 
     def log_sum_exp(of: str) -> torch.Tensor:

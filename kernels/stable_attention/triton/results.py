@@ -49,8 +49,8 @@ def allocate(
         heads=problem.heads,
         d=problem.dv,
     )
-    keeps = stabilizer.keeps_residual and out_dtype != torch.float32
-    low_dtype = LOW_DTYPES[problem.residual]
+    keeps = stabilizer.keeps_o_lo and out_dtype != torch.float32
+    low_dtype = LOW_DTYPES[problem.o_lo]
     low_shape = full if keeps else (0,)
     max_logits = torch.empty(0, dtype=torch.float32, device=device)
     if with_max_logits:

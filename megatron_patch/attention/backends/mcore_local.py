@@ -5,9 +5,9 @@ from __future__ import annotations
 from megatron_patch.attention.backends.row import Backend, Shapes, flash_bytes
 
 
-def _saved_bytes(n: Shapes, keys: int, stabilizer: str, residual: str) -> int:
+def _saved_bytes(n: Shapes, keys: int, stabilizer: str, o_lo: str) -> int:
     """O, and three score matrices."""
-    return flash_bytes(n, keys, stabilizer, residual) + n.T * n.q * keys * (3 * n.w)
+    return flash_bytes(n, keys, stabilizer, o_lo) + n.T * n.q * keys * (3 * n.w)
 
 
 BACKEND = Backend(

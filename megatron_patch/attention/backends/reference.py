@@ -65,9 +65,9 @@ def _starts(call: AttentionCall, name: str) -> torch.Tensor | None:
     return padded
 
 
-def _saved_bytes(n: Shapes, keys: int, stabilizer: str, residual: str) -> int:
+def _saved_bytes(n: Shapes, keys: int, stabilizer: str, o_lo: str) -> int:
     """O in float32 as well."""
-    return flash_bytes(n, keys, stabilizer, residual) + n.T * n.q * n.dv * FLOAT
+    return flash_bytes(n, keys, stabilizer, o_lo) + n.T * n.q * n.dv * FLOAT
 
 
 def _score_bytes(n: Shapes, keys: int) -> int:

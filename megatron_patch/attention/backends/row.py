@@ -32,7 +32,7 @@ class Shapes(Protocol):
     """Bytes of an activation."""
 
 
-def flash_bytes(n: Shapes, keys: int, stabilizer: str, residual: str) -> int:
+def flash_bytes(n: Shapes, keys: int, stabilizer: str, o_lo: str) -> int:
     """Bytes a flash kernel keeps for its backward beside q, k and v: O and LSE."""
     return n.T * n.q * (n.w * n.dv + FLOAT)
 
@@ -141,7 +141,7 @@ class Backend(Capability):
     keeps_qk: bool = True
     """The backward reads q and k themselves; False: ``saved_bytes`` holds what it reads instead."""
     saved_bytes: Callable[[Any, int, str, str], int] = flash_bytes
-    """(`Shapes`, keys a query sees, stabilizer, residual) -> bytes kept for the backward beside q,
+    """(`Shapes`, keys a query sees, stabilizer, o_lo) -> bytes kept for the backward beside q,
     k and v."""
     score_bytes: Callable[[Any, int], int] = no_scores
     """(`Shapes`, keys a query sees) -> bytes of scores it works on in its backward."""

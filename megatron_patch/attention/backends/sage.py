@@ -37,9 +37,9 @@ def run(call: AttentionCall) -> Result:
     return out, None
 
 
-def _saved_bytes(n: Shapes, keys: int, stabilizer: str, residual: str) -> int:
+def _saved_bytes(n: Shapes, keys: int, stabilizer: str, o_lo: str) -> int:
     """O and LSE, and of q and k the codes and a scale a row; `keeps_qk` says that they are not."""
-    return flash_bytes(n, keys, stabilizer, residual) + n.T * (n.q + n.g) * (n.d + FLOAT)
+    return flash_bytes(n, keys, stabilizer, o_lo) + n.T * (n.q + n.g) * (n.d + FLOAT)
 
 
 def _work_bytes(n: Shapes, keys: int) -> int:

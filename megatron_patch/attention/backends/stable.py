@@ -27,17 +27,17 @@ def run(call: AttentionCall) -> Result:
         sinks=None if call.sinks is None else call.sinks.float(),
         dropout_seed=draw_seed(call.q.device) if call.options.dropout_p > 0 else None,
         return_max_logits=call.want_max_logits or watched,
-        return_residual=watched,
+        return_o_lo=watched,
         **call.packed,
     )
     return call.result(out)
 
 
-def saved_bytes(n: Shapes, keys: int, stabilizer: str, residual: str) -> int:
+def saved_bytes(n: Shapes, keys: int, stabilizer: str, o_lo: str) -> int:
     """O, LSE and the low-order part of O where the stabilizer keeps it."""
     from stable_attention.stabilizers import STABILIZERS
 
-    return n.T * n.q * STABILIZERS[stabilizer].saved_bytes(n.dv, residual)
+    return n.T * n.q * STABILIZERS[stabilizer].saved_bytes(n.dv, o_lo)
 
 
 def warm(run: RunConfig, kinds: Iterable[LayerRequirements]) -> None:
@@ -52,8 +52,8 @@ def warm(run: RunConfig, kinds: Iterable[LayerRequirements]) -> None:
         "backward": a.backward,
         "allow_broken": a.allow_broken,
     }
-    if a.residual != "default":
-        options["residual"] = a.residual
+    if a.o_lo != "default":
+        options["o_lo"] = a.o_lo
     for facts in kinds:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[facts.dtype]
         place: dict[str, Any] = {"device": run.training.device, "requires_grad": True}

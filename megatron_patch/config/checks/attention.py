@@ -35,7 +35,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
                 yield Problem("attention.backend", f"{run.attention.backend!r}: {complaint}")
 
 
-KEEP_RESIDUAL = ("compensated", "compensated_projected")
+KEEP_O_LO = ("compensated", "compensated_projected")
 
 
 def _stabilizer(run: RunConfig) -> Iterator[Problem]:
@@ -59,13 +59,13 @@ def _stabilizer(run: RunConfig) -> Iterator[Problem]:
             f"(parallel.context_parallel_size {run.parallel.context_parallel_size}): use "
             "compensated_projected, or context_parallel_size: 1",
         )
-    if attention.residual != "default" and (
-        name not in KEEP_RESIDUAL or not BACKENDS[attention.backend].stabilizers
+    if attention.o_lo != "default" and (
+        name not in KEEP_O_LO or not BACKENDS[attention.backend].stabilizers
     ):
         yield Problem(
-            "attention.residual",
-            f"{attention.residual!r} has no effect: only backends stable_flash and fa4 with "
-            f"stabilizer {' or '.join(KEEP_RESIDUAL)} keep a low-order part; leave it out",
+            "attention.o_lo",
+            f"{attention.o_lo!r} has no effect: only backends stable_flash and fa4 with "
+            f"stabilizer {' or '.join(KEEP_O_LO)} keep a low-order part; leave it out",
         )
     if name == "dynamic_max":
         if not attention.dynamic_max_beta > 1:

@@ -23,7 +23,7 @@ CASES = [
     "b=2 sq=256 sk=384 hq=4 hk=4 d=128 dlse=1",
     "layout=thd lens_q=300,5,129 lens_k=300,5,129 hq=4 hk=1 d=128 causal=1 left=100 sinks=learned",
     "sq=200 sk=200 d=96 dropout=0.1 causal=1 dtype=fp16",
-    "sq=256 sk=256 d=192 dv=128 causal=1 residual=int8",
+    "sq=256 sk=256 d=192 dv=128 causal=1 o_lo=int8",
     "sq=512 sk=512 d=256 causal=1",
     "sq=512 sk=512 hq=4 hk=2 d=192 dv=128",
     "sq=700 sk=700 hq=4 hk=1 d=128 causal=1 deterministic=0",

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 CASES = [
     "b=2 sq=300 sk=300 hq=4 hk=2 d=64 causal=1 sinks=learned",
     "b=1 sq=256 sk=256 hq=2 hk=2 d=128 dropout=0.1",
-    "b=1 sq=129 sk=129 hq=2 hk=2 d=256 causal=1 residual=int8",
+    "b=1 sq=129 sk=129 hq=2 hk=2 d=256 causal=1 o_lo=int8",
     "layout=thd lens_q=100,0,33 lens_k=100,4,33 hq=2 hk=2 d=64 causal=1",
 ]
 
@@ -36,7 +36,7 @@ def leaves_of(case: Case, seed: int) -> tuple[list[torch.Tensor], torch.Tensor, 
 
     case = replace(case, seed=seed)
     given = make_inputs(case, "cuda")
-    named = given.arguments(case) | {"residual": case.residual, "deterministic": True}
+    named = given.arguments(case) | {"o_lo": case.o_lo, "deterministic": True}
     named["dropout_seed"] = torch.tensor(seed, device="cuda") if case.dropout else None
     if case.layout == "thd":
         named["max_seqlen_q"], named["max_seqlen_k"] = (max(n) for n in case.lengths)
