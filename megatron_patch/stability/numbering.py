@@ -23,6 +23,15 @@ def layer_of(root: Any, name: str, *, decoder_layers: int) -> int | None:
     return int(root.get_submodule(".".join(parts[:3])).layer_number) - 1
 
 
+def whole_name(name: str, layer: int) -> str:
+    """The name in the whole model of a module in ``layer`` of Megatron-Core's decoder.
+
+    Every pipeline stage and virtual chunk counts its own layers from 0. Other modules keep their
+    names: multi-token prediction is on one stage.
+    """
+    return re.sub(r"^decoder\.layers\.\d+", f"decoder.layers.{layer}", name)
+
+
 def layers_in(names: Iterable[str]) -> dict[str, Layer]:
     """The layers of modules of other libraries: the first number in each name.
 

@@ -30,7 +30,7 @@ from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.capabilities import OURS
 from megatron_patch.context_parallel.packed import documents_of
 from megatron_patch.parallel.buffers import unwrap
-from megatron_patch.stability.numbering import layer_of, layers_in
+from megatron_patch.stability.numbering import layer_of, layers_in, whole_name
 from megatron_patch.stability.sampling import Geometry
 from stable_attention.eager import batched, recorded
 from stable_attention.ops import under_autocast
@@ -192,7 +192,7 @@ def find_sites(roots: Sequence[torch.nn.Module], *, decoder_layers: int) -> list
             layer = layer_of(root, name, decoder_layers=decoder_layers)
             if layer is not None:
                 around = root.get_submodule(name.rpartition(".")[0])
-                sites.append(Site(module, layer, name, around))
+                sites.append(Site(module, layer, whole_name(name, layer), around))
     return sites
 
 

@@ -62,7 +62,10 @@ def test_sites_are_numbered_over_the_whole_model():
     from megatron_patch.stability.observe import find_sites
 
     sites = find_sites([Model()], decoder_layers=4)
-    assert [(s.layer, s.name.split(".")[0]) for s in sites] == [(2, "decoder"), (4, "mtp")]
+    assert [(s.layer, s.name) for s in sites] == [
+        (2, "decoder.layers.2.self_attention.core_attention"),  # the first of this stage
+        (4, "mtp.layers.0.transformer_layer.core_attention"),
+    ]
     assert sites[0].backend == "reference" and sites[0].stabilizer == ""
 
 
