@@ -264,7 +264,7 @@ class CheckpointDirectory:
     def delete(self, name: str) -> None:
         """Delete a complete checkpoint, or what is left of one whose deletion was killed.
 
-        Raises OSError: it could not be deleted; `finish_deletions` does the rest.
+        Raises OSError: it could not be deleted; `deletions` names it from now on.
         """
         doomed = self.root / (name.removesuffix(DELETING) + DELETING)
         if doomed.name != name:
@@ -273,10 +273,9 @@ class CheckpointDirectory:
             sync_directory(self.root)
         shutil.rmtree(doomed)
 
-    def finish_deletions(self) -> None:
-        """Delete what a kill in the middle of a deletion left."""
-        for doomed in self.entries(DELETING):
-            shutil.rmtree(doomed)
+    def deletions(self) -> list[str]:
+        """What deletions left that were killed or failed in the middle: names for `delete`."""
+        return [doomed.name for doomed in self.entries(DELETING)]
 
 
 def _sealed(path: Path) -> bool:

@@ -265,7 +265,7 @@ class CheckpointStore:
         try:
             self._retire()
         except OSError as error:
-            log.warning("could not delete an old checkpoint: %s", error)
+            log.warning("no old checkpoint is deleted: %s", error)
 
     def _retire(self) -> None:
         """Delete this store's own checkpoints that are neither among the last nor pinned.
@@ -273,7 +273,8 @@ class CheckpointStore:
         The newest stays too that is ``keep_behind`` steps older than the one just saved, or the
         oldest while none is: saves off the interval, at a graceful stop, push the last together.
         """
-        self.directory.finish_deletions()
+        for doomed in self.directory.deletions():
+            self._delete(doomed)
         if self.keep_last is None:
             return
         names = self.directory.complete_names()
@@ -291,11 +292,21 @@ class CheckpointStore:
                 own = self._read_manifest(self.root / name).store == identity
             except (BadCheckpoint, OSError) as error:
                 own, reason = False, error
-            if own:
-                self.directory.delete(name)
-                log.info("deleted old checkpoint %s", name)
-            else:
+            if not own:
                 log.warning("old checkpoint %s is not deleted: %s", name, reason)
+            elif self._delete(name):
+                log.info("deleted old checkpoint %s", name)
+
+    def _delete(self, name: str) -> bool:
+        """Whether it is gone. One that cannot be (write-protected) must not make the others stay:
+        the disk would fill up."""
+        try:
+            self.directory.delete(name)
+        except OSError as error:
+            text = "old checkpoint %s cannot be deleted: %s; it is tried again after every save"
+            log.warning(text, name, error)
+            return False
+        return True
 
     # --------------------------------------------------------------- loading
 

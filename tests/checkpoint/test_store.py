@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -390,6 +391,27 @@ class TestRetention:
         assert store.find() is None
         save(store, 2)
         assert complete(tmp_path) == ["step_00000002.attempt-1"]
+
+    def test_one_that_cannot_be_deleted_does_not_make_the_others_stay(
+        self, tmp_path, monkeypatch, caplog
+    ):
+        """Write-protected, or open on a network file system: it is named, and tried again."""
+        delete = shutil.rmtree
+
+        def rmtree(path, **options):
+            if os.path.basename(path).startswith("step_00000001."):
+                raise PermissionError(errno.EACCES, "Permission denied", "__0_0.distcp")
+            delete(path, **options)
+
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        store = CheckpointStore(tmp_path, keep_last=1)
+        for step in (1, 2, 3):
+            save(store, step)
+        assert complete(tmp_path) == ["step_00000001.attempt-1.deleting", "step_00000003.attempt-1"]
+        assert caplog.text.count("step_00000001.attempt-1 cannot be deleted: [Errno 13]") == 1
+        monkeypatch.undo()
+        save(store, 4)
+        assert complete(tmp_path) == ["step_00000004.attempt-1"]
 
     @pytest.mark.parametrize("keep", [0, -1])
     def test_keeping_none_is_refused(self, tmp_path, keep):
