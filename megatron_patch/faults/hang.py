@@ -122,7 +122,7 @@ class HangWatcher:
         """
         self._failed.set()
         if _there(self.alarm) and self._thread.is_alive():
-            traceback.print_exception(error)
+            _tell("".join(traceback.format_exception(error)).rstrip())
             self._thread.join(2 * GRACE_SECONDS + 10)  # a directory may stop answering
 
     @property
@@ -163,7 +163,7 @@ class HangWatcher:
             if lead:
                 text = self._summary(folder, me, limit)
                 write_whole(folder / "summary.txt", text, durable=False)
-                print(f"{text}\nstacks of all ranks: {folder}", file=sys.stderr, flush=True)
+                _tell(f"{text}\nstacks of all ranks: {folder}")
                 self._call_the_silent(folder)
                 if len(set(self.hosts)) > 1:
                     time.sleep(NETWORK_SECONDS)
@@ -174,7 +174,7 @@ class HangWatcher:
                 self._wait_for(folder / "summary.txt", 5)
         except OSError as error:  # a directory that has gone, a full disk
             text = f"hang at step {beat.step} in phase {beat.phase}; no report: {error}"
-            print(text, file=sys.stderr, flush=True)
+            _tell(text)
             faulthandler.dump_traceback(file=2, all_threads=True)
         if self._over.is_set():  # it went on in the meantime and is ending in order
             return
@@ -235,6 +235,12 @@ class HangWatcher:
             sys.stderr.flush()
         self._leave(EXIT_CODE)
         self._over.set()
+
+
+def _tell(text: str) -> None:
+    """Print on standard error, which may be a log on the disk that is full: the end comes still."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def summarize(found: dict[int, Witness], hosts: list[str], *, finder: Witness, limit: float) -> str:

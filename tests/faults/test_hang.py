@@ -222,6 +222,14 @@ def test_an_unwritable_directory_still_ends_the_rank(tmp_path):
     assert "no report:" in err and "wait_for_the_others" in err
 
 
+def test_a_log_that_cannot_be_written_either_still_ends_the_rank(tmp_path):
+    """Both are on one disk, and that is full."""
+    (tmp_path / "hangs").write_text("a file in the way")
+    (tmp_path / "err.0").symlink_to("/dev/full")
+    (process,) = ranks(tmp_path, "wait_for_the_others")
+    assert process.wait(60) == hang.EXIT_CODE
+
+
 # ----------------------------------------------------------------------------------------- rules
 
 
