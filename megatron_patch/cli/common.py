@@ -78,6 +78,15 @@ def report_error(error: BaseException) -> None:
     job without a word.
     """
     logged.append(str(error) or type(error).__name__)
+    try:
+        _print_error(error)
+    except OSError:
+        # A log on a full disk: the exit code is all that tells what it was. Python would try the
+        # line once more at exit, and end with 120.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _print_error(error: BaseException) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"megatron-patch: {error}", file=sys.stderr, flush=True)
         return

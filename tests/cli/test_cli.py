@@ -248,6 +248,16 @@ def test_what_cannot_be_printed_leaves_no_traceback(words, tmp_path):
             assert said in done.stderr and "Exception ignored" not in done.stderr
 
 
+@pytest.mark.parametrize("rank", [None, "1"])
+def test_an_error_that_cannot_be_printed_keeps_its_exit_code(rank, tmp_path):
+    """The log is on the disk that is full, and a launcher goes by the code."""
+    command = [sys.executable, "-m", "megatron_patch", "checkpoint", "list", str(tmp_path / "none")]
+    ranked = {} if rank is None else {"LOCAL_RANK": rank}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stderr=full, env=os.environ | ranked, check=False)
+    assert done.returncode == 2
+
+
 def test_plot_is_report_png_and_names_it(tmp_path, monkeypatch, capsys):
     from megatron_patch.report import charts
 
