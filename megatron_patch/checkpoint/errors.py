@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from megatron_patch.runtime.io_errors import may_pass
 
@@ -98,6 +100,16 @@ def passing_cause(error: BaseException) -> BaseException | None:
 def is_passing(error: BaseException) -> bool:
     """Whether another attempt may not meet ``error``."""
     return passing_cause(error) is not None
+
+
+def gone(path: Path) -> str:
+    """Why a checkpoint cannot be read that was there a moment ago; "" where it still is."""
+    if os.path.lexists(path):
+        return ""
+    return (
+        f"{path.name} is not there any more: the run that trains has deleted it "
+        f"(checkpoint.keep_last) or moved it aside; a line in {path.parent / 'pinned'} keeps one"
+    )
 
 
 def unreadable(name: str, error: Exception) -> BadCheckpoint:

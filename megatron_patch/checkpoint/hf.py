@@ -21,7 +21,14 @@ import yaml
 
 from megatron_patch.checkpoint import content, hf_config, hf_weights, inspect, writer
 from megatron_patch.checkpoint.directory import DIRECTORY
-from megatron_patch.checkpoint.errors import BadCheckpoint, MismatchError, causes, no_checkpoint
+from megatron_patch.checkpoint.errors import (
+    BadCheckpoint,
+    CheckpointError,
+    MismatchError,
+    causes,
+    gone,
+    no_checkpoint,
+)
 from megatron_patch.checkpoint.inspect import RequestError
 from megatron_patch.checkpoint.safe_metadata import read_metadata
 from megatron_patch.checkpoint.store import CheckpointStore, Found
@@ -300,8 +307,13 @@ def export_model(
     """
     _refuse_place(out)
     found = _find(source, key)
-    with _one_rank():
-        return _export(found, out, vocab_size, shard)
+    try:
+        with _one_rank():
+            return _export(found, out, vocab_size, shard)
+    except (OSError, CheckpointError):
+        if reason := gone(found.path):
+            raise no_checkpoint(reason, passing=False) from None
+        raise
 
 
 def load_whole(found: Found) -> tuple[torch.nn.Module, Any, RunConfig]:
@@ -376,7 +388,8 @@ def _find(source: Path, key: bytes | None) -> Found:
     try:
         return store.check(root / only)
     except BadCheckpoint as bad:
-        raise no_checkpoint(f"{root / only}: {bad.reason}", passing=bad.passing) from None
+        text = gone(root / only) or f"{root / only}: {bad.reason}"
+        raise no_checkpoint(text, passing=bad.passing) from None
 
 
 def _rows(tokenizer: TokenizerConfig, table: int, asked: int | None, imported: int | None) -> int:

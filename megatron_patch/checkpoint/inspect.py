@@ -18,11 +18,13 @@ from typing import Any, Literal
 
 from megatron_patch.checkpoint import newest, pinned
 from megatron_patch.checkpoint.directory import ASIDE, DELETING, IDENTITY, TMP, key_of, parse_name
-from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, describe
+from megatron_patch.checkpoint.errors import BadCheckpoint, CheckpointError, describe, gone
 from megatron_patch.checkpoint.manifest import SEAL, FileDigest, Manifest, check_file, read_small
 from megatron_patch.checkpoint.store import CheckpointStore
 
-State = Literal["complete", "good", "damaged", "unreadable", "unfinished", "being deleted", "aside"]
+State = Literal[
+    "complete", "good", "damaged", "unreadable", "gone", "unfinished", "being deleted", "aside"
+]
 STATES: dict[str, State] = {"": "complete", TMP: "unfinished", DELETING: "being deleted"}
 
 
@@ -50,7 +52,7 @@ class Entry:
     attempt: int | None
     state: State
     reason: str = ""
-    """Why it is damaged or unreadable."""
+    """Why it is damaged, unreadable or gone."""
     size: int = 0
     """Bytes of its files."""
     created: str = ""
@@ -63,8 +65,10 @@ class Entry:
     manifest: Manifest | None = None
 
     def refuse(self, bad: BadCheckpoint) -> None:
-        """It cannot be loaded, and why."""
+        """It cannot be loaded, and why. What the run has just deleted is not damaged."""
         self.state, self.reason = "damaged" if bad.damaged else "unreadable", bad.reason
+        if reason := gone(self.path):
+            self.state, self.reason = "gone", reason
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -149,7 +153,7 @@ def verify(
     sampled: bool = False,
     progress: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Hash the files of the complete ones; sets their state to good, damaged or unreadable.
+    """Hash the files of the complete ones; sets their state to good, damaged, unreadable or gone.
 
     ``jobs`` files are hashed at once (hashing releases the interpreter lock); ``sampled`` reads a
     fixed sample of pages of large ones. ``progress`` is called after each file with its bytes.

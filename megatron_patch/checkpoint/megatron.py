@@ -43,6 +43,7 @@ from megatron_patch.checkpoint.errors import (
     SaveError,
     describe,
     first_problem,
+    gone,
     is_passing,
     no_checkpoint,
 )
@@ -339,9 +340,8 @@ class Checkpointer:
                 found = self._open(path.parent).check(path)
                 progress = self._apply(found, carried, own=False)
             except BadCheckpoint as bad:
-                raise no_checkpoint(
-                    f"checkpoint.load_from {path}: {bad.reason}", passing=bad.passing
-                ) from None
+                text = f"checkpoint.load_from {path}: {gone(path) or bad.reason}"
+                raise no_checkpoint(text, passing=bad.passing) from None
         else:
             root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
             progress = self._load_newest(self._open(root), carried=carried, own=False)

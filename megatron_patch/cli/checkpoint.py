@@ -210,7 +210,8 @@ def run_verify(args: argparse.Namespace) -> int:
             signature = ", signature good" if args.key_file else ", signature not checked (no key)"
         print(f"{e.state:<10} {e.name}  {size(e.size)}{signature}{detail}")
     good = sum(e.state == "good" for e in entries)
-    print(f"{good} of {len(entries)} complete checkpoints are good in {root}")
+    count = sum(e.state != "gone" for e in entries)
+    print(f"{good} of {count} complete checkpoints are good in {root}")
     return code
 
 

@@ -13,7 +13,7 @@ from megatron_cpu import MLA, tiny_run
 from rank_pool import convert, save
 
 from megatron_patch.checkpoint import content, hf, hf_config, hf_weights
-from megatron_patch.checkpoint.errors import MismatchError
+from megatron_patch.checkpoint.errors import CheckpointError, MismatchError
 from megatron_patch.checkpoint.inspect import RequestError
 from megatron_patch.schema.model import MoEConfig, MTPConfig
 
@@ -140,6 +140,24 @@ def test_a_full_disk_is_named_and_the_command_can_be_repeated(tmp_path):
             hf.export_model(found.path, place)
     shutil.rmtree(tmp_path / "out")
     hf.export_model(found.path, tmp_path / "out")
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_told(tmp_path, monkeypatch):
+    """Before it is verified, and after: as checkpoint.keep_last does while a large one is read."""
+    source = made(tmp_path / "in", "llama")
+    for owner, name in ((hf.CheckpointStore, "check"), (hf, "read_metadata")):
+        path = hf.import_model(source, tmp_path / name).path
+        whole = getattr(owner, name)
+
+        def deleted(*args, path=path, whole=whole):
+            shutil.rmtree(path)
+            return whole(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, deleted)
+            with pytest.raises(CheckpointError, match=r"not there any more: .*keep_last"):
+                hf.export_model(path, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path):

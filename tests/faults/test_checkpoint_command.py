@@ -365,3 +365,18 @@ def test_it_needs_no_torch(run_dir):
         env=os.environ | {"COLUMNS": "100"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_what_the_run_deletes_meanwhile_is_not_damaged(run_dir, call, monkeypatch):
+    """Hashing takes long, and a run that trains goes on deleting what it need not keep."""
+    check, directory = inspect.check_file, CheckpointDirectory(run_dir / "checkpoints")
+
+    def deleted(path: Path, *args: Any, **options: Any) -> None:
+        if path.is_dir() and path.name == "step_00000010.attempt-1":
+            directory.delete(path.name)
+        check(path, *args, **options)
+
+    monkeypatch.setattr(inspect, "check_file", deleted)
+    code, out, _ = call("verify", run_dir, "--jobs", 1)
+    assert code == 0 and "4 of 4 complete checkpoints are good" in out
+    assert "gone       step_00000010.attempt-1" in out and "keep_last" in out
