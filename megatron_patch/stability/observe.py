@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +29,7 @@ from megatron_patch.attention.backends import BACKENDS
 from megatron_patch.attention.capabilities import OURS
 from megatron_patch.context_parallel.packed import documents_of
 from megatron_patch.parallel.buffers import unwrap
+from megatron_patch.stability import compiled
 from megatron_patch.stability.numbering import layer_of, layers_in, whole_name
 from megatron_patch.stability.sampling import Geometry
 from stable_attention.eager import batched, recorded
@@ -291,9 +291,10 @@ class Observer:
         """Watch from now on until `disarm`; nothing to watch costs nothing."""
         self.disarm()
         self._requests, self._calls = list(requests), {}
-        if any(site.read for site in self.sites) and "torch._dynamo" in sys.modules:
-            # Else a graph that was traced in a step without hooks runs in the others, too.
-            torch._dynamo.config.skip_nnmodule_hook_guards = False
+        if any(site.read for site in self.sites):
+            compiled.look_for_hooks()
+            if requests:
+                compiled.hold(self)
         for site in [site for site in self.sites if site.hooked and requests]:
             self._handles += [
                 site.module.register_forward_pre_hook(self._before(site), with_kwargs=True),
@@ -307,6 +308,7 @@ class Observer:
         for handle in self._handles:
             handle.remove()
         self._handles, self._requests = [], []
+        compiled.release(self)
         for site in self.sites:
             if getattr(site.module, "observed", None) is not None:
                 site.module.observed = None  # type: ignore[assignment]
@@ -338,10 +340,6 @@ class Observer:
         """The site's attention was called and returned ``output``; nothing without gradients."""
         if not self._requests or not recorded():
             return
-        if torch.compiler.is_dynamo_compiling():
-            # A graph keeps no hooks of its tensors. With fullgraph=True the user sees this text.
-            torch._dynamo.graph_break(msg="a step observes attention: leave out fullgraph=True")
-            return torch.compiler.disable(self.called)(site, args, kwargs, output)
         wanted = self._wanted(site)
         self._calls[id(site.module)] = self._calls.get(id(site.module), 0) + 1
         if not wanted or not getattr(output, "requires_grad", False):

@@ -53,11 +53,53 @@ def test_a_compiled_model_is_observed(tmp_path, compiled):
         np.testing.assert_allclose(found[name], values, rtol=1e-3, atol=1e-6, err_msg=name)
 
 
-def test_a_graph_that_must_be_whole_says_why_it_cannot_be(tmp_path, compiled):
-    """In the first observed step, not in silence."""
+@pytest.mark.parametrize("whole", [True, False], ids=["fullgraph", "as-is"])
+def test_steps_without_hooks_run_the_unbroken_graph(tmp_path, compiled, whole):
+    """Observed steps left a graph broken at every attention call to all steps after them, of a
+    model with activation checkpointing none at all, and ended the run under fullgraph=True."""
+    ran: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            ran.append(sum(node.target is sdpa for node in graph.graph.nodes))
+            return graph.forward(*args)
+
+        return run
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
     model = Net()
-    with pytest.raises(Exception, match="observes attention: leave out fullgraph=True"):
-        observed_twice(tmp_path, model, compiled(model, fullgraph=True))
+    run = torch.compile(model, backend=backend, fullgraph=whole)
+    found = observed_twice(tmp_path, model, run)
+    assert ran == [2, 2], "one graph, with both layers, in the first step and the third"
+    assert np.isfinite(found["kappa"]).all()
+
+
+@pytest.mark.parametrize("stance", ["default", "force_eager"])
+def test_the_stance_of_the_compiler_is_left_as_it_was(tmp_path, compiled, stance):
+    """Of monitors that go through a step one after the other, and of one closed within it."""
+
+    def now() -> str:
+        return str(torch._dynamo.eval_frame._stance.stance)
+
+    watched = watch(Net(), r"layers\.1", heads=H, order="bhsd")
+    options = MonitorOptions(interval=1)
+    first, second = (
+        AttentionMonitor(watched, directory=tmp_path / name, options=options) for name in "ab"
+    )
+    with torch.compiler.set_stance(stance):
+        for monitor in (first, second):
+            monitor.before_step(1)
+        assert now() == {"default": "eager_on_recompile"}.get(stance, stance)
+        for monitor in (first, second):
+            monitor.after_step(1, loss=1.0)
+        assert now() == stance
+        first.before_step(2)
+        first.close()
+        assert now() == stance
+        second.before_step(2)
+        torch.compiler.set_stance("fail_on_recompile")  # within the step: it is the user's
+        second.close()
+        assert now() == "fail_on_recompile"
 
 
 def test_a_model_compiled_before_its_monitor_is_told_of(tmp_path, compiled, caplog):
