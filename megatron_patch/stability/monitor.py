@@ -330,7 +330,7 @@ class AttentionMonitor:
                 f"after_step({step}) after before_step({self._step}): nothing of that step was "
                 "watched; call both with the same step, counted from 1"
             )
-        self.observer.disarm()
+        self.observer.disarm(ended=True)
         for path in self.capturer.saved:
             self._log(f"captured {path.name}")
         self.capturer.saved = []

@@ -301,9 +301,9 @@ class Observer:
                 site.module.register_forward_hook(self._after(site), with_kwargs=True),
             ]
 
-    def disarm(self) -> None:
-        """Take all hooks off."""
-        if self._requests and self.sites and not self._calls:
+    def disarm(self, *, ended: bool = False) -> None:
+        """Take all hooks off; ``ended``: the step is over, attention had to be called in it."""
+        if ended and self._requests and self.sites and not self._calls:
             _warn_silent(self.sites[0].name)
         for handle in self._handles:
             handle.remove()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from stability.test_other_attention import H, Net, S
 
-from megatron_patch.stability import AttentionMonitor, MonitorOptions, record
+from megatron_patch.stability import AttentionMonitor, MonitorOptions, observe, record
 from megatron_patch.stability.adapters.torch_loop import watch
 
 
@@ -109,3 +109,17 @@ def test_a_model_compiled_before_its_monitor_is_told_of(tmp_path, compiled, capl
     run(torch.randn(2, S, 16)).backward()
     assert np.isnan(observed_twice(tmp_path, model, run)["max_logit"]).all()
     assert "no attention was called in an observed step, of layers.0 and others" in caplog.text
+
+
+def test_a_step_that_did_not_end_is_not_told_of(tmp_path, caplog):
+    """Data that ended after ``before_step``, or an error: the advice was for another fault."""
+    watched = watch(Net(), r"layers\.0", heads=H, order="bhsd")
+    monitor = AttentionMonitor(watched, directory=tmp_path, options=MonitorOptions(interval=1))
+    observe._warn_silent.cache_clear()
+    monitor.before_step(1)
+    monitor.before_step(1)
+    monitor.close()
+    assert "no attention was called" not in caplog.text
+    monitor.before_step(1)
+    monitor.after_step(1, loss=1.0)
+    assert "no attention was called" in caplog.text
