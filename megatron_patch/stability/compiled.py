@@ -4,13 +4,15 @@ A graph keeps no hooks of its tensors, so an observed call must be outside of on
 graph there would stay: the broken graphs guard nothing that differs in the steps without hooks, and
 a frame that breaks in a loop over layers is never compiled again. Under PyTorch's stance
 ``eager_on_recompile`` nothing is traced in an observed step: what its hooks make invalid runs as
-Python, and other graphs of the program run as before.
+Python, and other graphs of the program run as before. Attention's own may be traced, too: as Python
+flex_attention holds all logits.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ def hold(observer: object) -> None:
         _stance = torch.compiler.set_stance("eager_on_recompile")
         if _stance.prev.stance == "force_eager":  # the user's, and no graph runs at all
             _stance.__exit__(None, None, None)
+            _stance = None
 
 
 def release(observer: object) -> None:
@@ -45,3 +48,36 @@ def release(observer: object) -> None:
         if torch._dynamo.eval_frame._stance is _stance.stance:
             _stance.__exit__(None, None, None)
         _stance = None
+
+
+def _let_trace(let: bool) -> None:
+    """Inside an attention call the stance is the user's."""
+    if _stance is not None:
+        now = torch._dynamo.eval_frame._stance
+        if let and now is _stance.stance:
+            _stance.__exit__(None, None, None)
+        elif not let and now is _stance.prev:
+            _stance.__enter__()
+
+
+def hooks(module: torch.nn.Module) -> list[Any]:
+    """Handles of hooks with which what ``module`` calls is traced, in a step that is held."""
+    return [
+        module.register_forward_pre_hook(lambda *_: _let_trace(True)),
+        module.register_forward_hook(lambda *_: _let_trace(False), always_call=True),
+    ]
+
+
+def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a function."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        if _stance is None:  # the only way that a graph has
+            return function(*args, **named)
+        _let_trace(True)
+        try:
+            return function(*args, **named)
+        finally:
+            _let_trace(False)
+
+    return call

@@ -296,6 +296,7 @@ class Observer:
             if requests:
                 compiled.hold(self)
         for site in [site for site in self.sites if site.hooked and requests]:
+            self._handles += compiled.hooks(site.module) if site.read else []
             self._handles += [
                 site.module.register_forward_pre_hook(self._before(site), with_kwargs=True),
                 site.module.register_forward_hook(self._after(site), with_kwargs=True),
@@ -354,7 +355,7 @@ class Observer:
 
     def around(self, function: Any, sites: Sequence[Site]) -> Any:
         """``function(module, q, k, v, mask, *rest, **named)``, whose calls for sites are seen."""
-        known = {site.module: site for site in sites}
+        known, function = {site.module: site for site in sites}, compiled.traced(function)
 
         def observed(module: Any, *args: Any, **named: Any) -> Any:
             output = function(module, *args, **named)

@@ -74,6 +74,31 @@ def test_steps_without_hooks_run_the_unbroken_graph(tmp_path, compiled, whole):
     assert np.isfinite(found["kappa"]).all()
 
 
+@pytest.mark.parametrize("way", ["module", "function"])
+def test_what_attention_compiles_itself_is_traced_in_an_observed_step(compiled, way):
+    """flex_attention as Python holds all logits, which ends a run of long sequences."""
+    ran: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        ran.append(1)
+        return graph.forward
+
+    inner = torch.compile(torch.nn.functional.scaled_dot_product_attention, backend=backend)
+    model = Net()
+    model.layers[0].forward = lambda q, k, v: inner(q, k, v, is_causal=True)
+    observer = observe.Observer(watch(model, r"layers\.0", heads=H, order="bhsd").sites)
+    request = observe.ObservationRequest(micro_batch=9, layers=None, callback=lambda *_: None)
+    observer.arm([request])
+    q = torch.randn(1, H, 8, 16, requires_grad=True)
+    if way == "module":
+        model.layers[0](q, q, q)
+    else:
+        observer.around(lambda module, *args: inner(*args), [])(None, q, q, q)
+    assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
+    observer.disarm()
+    assert ran == [1]
+
+
 @pytest.mark.parametrize("stance", ["default", "force_eager"])
 def test_the_stance_of_the_compiler_is_left_as_it_was(tmp_path, compiled, stance):
     """Of monitors that go through a step one after the other, and of one closed within it."""
