@@ -454,7 +454,7 @@ def _on_gradient(
 @functools.cache
 def _warn_silent(name: str) -> None:
     log.warning("no attention was called in an observed step, of %s and others: call modules, not "
-                "their forward(); a model compiled and run before the first step is not observed",
+                "their forward(); a model that torch.compile has traced before is not observed",
                 name)  # fmt: skip
 
 
