@@ -74,7 +74,10 @@ def write(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
-    print(write(parser.parse_args().folder))
+    try:
+        print(write(parser.parse_args().folder))
+    except OSError as error:
+        parser.exit(2, f"hub.py: {error}; give a folder that can be written and has no build\n")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,15 @@ def test_a_copy_imports_nothing_by_the_name_of_the_package(build: Path) -> None:
         hub.write(build.parents[1])
 
 
+def test_a_build_that_is_there_is_refused_in_one_line(
+    build: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["hub.py", str(build.parents[1])])
+    with pytest.raises(SystemExit) as end:
+        hub.main()
+    assert end.value.code == 2 and "has no build" in capsys.readouterr().err
+
+
 def test_two_copies_live_in_one_process(build: Path) -> None:
     name = json.loads((build / "metadata.json").read_text())["id"]
     copy = load(name, build / "__init__.py")
