@@ -405,6 +405,14 @@ def _rows(tokenizer: TokenizerConfig, table: int, asked: int | None, imported: i
             ) from None
     if not 1 <= ids <= table:
         raise RequestError(f"--vocab-size {ids:,}: the embedding has {table:,} rows")
+    if asked is not None:
+        with contextlib.suppress(DataError):  # without the tokenizer, the number is all there is
+            needed = tokenizers.build(tokenizer).vocab_size
+            if asked < needed <= table:
+                raise RequestError(
+                    f"--vocab-size {asked:,}: the tokenizer has {needed:,} ids, whose rows would "
+                    f"be left out; give {needed:,} to {table:,}, or leave it out"
+                )
     return ids
 
 

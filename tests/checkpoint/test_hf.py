@@ -119,6 +119,9 @@ def test_bfloat16_in_several_files(tmp_path):
         hf.export_model(found.path, tmp_path / "out")
     with pytest.raises(RequestError, match="--vocab-size 300: the embedding has 256 rows"):
         hf.export_model(found.path, tmp_path / "more", vocab_size=300)
+    with pytest.raises(RequestError, match="--vocab-size 249: the tokenizer has 250 ids"):
+        hf.export_model(found.path, tmp_path / "fewer", vocab_size=VOCAB - 1)
+    assert not (tmp_path / "fewer").exists()
     for place in (found.path / "hf", found.path.with_name("step_00000007.attempt-1")):
         with pytest.raises(RequestError, match=r"--out .* would make a damaged one"):
             hf.export_model(found.path, place)
