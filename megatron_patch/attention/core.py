@@ -58,7 +58,7 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
     Returns:
         A `ModuleSpec` of `CoreAttention`, or Megatron-Core's own class for ``mcore_local``, ``te``.
 
-    Raises ValueError: an unknown backend, or options for one that has none.
+    Raises ValueError: an unknown backend, options it does not have, or values they do not take.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
@@ -69,6 +69,8 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
     if unknown:
         takes = f"only {', '.join(allowed)}" if allowed else "no options"
         raise ValueError(f"backend {backend!r} takes {takes}; got {', '.join(unknown)}")
+    # Here, where they are written: a layer that is built asks tables which know no other names.
+    Options.of(**{name: value for name, value in options.items() if name in NUMERICS})
     if row.module is not None:
         module, name = row.module
         return getattr(importlib.import_module(module), name)

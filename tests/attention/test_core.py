@@ -354,6 +354,9 @@ def test_spec_of_each_backend_takes_its_own_options():
         core_attention_spec("reference", stabilizer="none")
     with pytest.raises(ValueError, match=r"takes only stabilizer, .*head_groups; got stabiliser"):
         core_attention_spec("stable_flash", stabiliser="none")
+    for name in ("stabilizer", "o_lo", "backward"):
+        with pytest.raises(ValueError, match=f"^{name} is 'nonsense'; allowed: "):
+            core_attention_spec("stable_flash", **{name: "nonsense"})
     with pytest.raises(ValueError, match="takes no options; got gradient_wire"):
         core_attention_spec("sdpa_flash", gradient_wire="bf16")
     with pytest.raises(ValueError, match="'flash' is not one of"):
