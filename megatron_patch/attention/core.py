@@ -35,6 +35,7 @@ from megatron_patch.attention.backends.call import AttentionCall, ContextParalle
 from megatron_patch.attention.backends.row import LayerRequirements
 from megatron_patch.context_parallel.api import check as check_context_parallel
 from stable_attention.problem import Options
+from stable_attention.stabilizers import KNOWN, STABILIZERS
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,13 @@ def core_attention_spec(backend: str, **options: Any) -> Any:
         takes = f"only {', '.join(allowed)}" if allowed else "no options"
         raise ValueError(f"backend {backend!r} takes {takes}; got {', '.join(unknown)}")
     # Here, where they are written: a layer that is built asks tables which know no other names.
-    Options.of(**{name: value for name, value in options.items() if name in NUMERICS})
+    given = Options.of(**{name: value for name, value in options.items() if name in NUMERICS})
+    if given.o_lo != "bf16" and not KNOWN[given.stabilizer].keeps_o_lo:
+        keep = ", ".join(name for name, known in STABILIZERS.items() if known.keeps_o_lo)
+        raise ValueError(
+            f"o_lo {given.o_lo!r} has no effect: stabilizer {given.stabilizer!r} keeps none; "
+            f"leave it out, or use {keep}"
+        )
     if row.module is not None:
         module, name = row.module
         return getattr(importlib.import_module(module), name)

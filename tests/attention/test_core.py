@@ -357,6 +357,8 @@ def test_spec_of_each_backend_takes_its_own_options():
     for name in ("stabilizer", "o_lo", "backward"):
         with pytest.raises(ValueError, match=f"^{name} is 'nonsense'; allowed: "):
             core_attention_spec("stable_flash", **{name: "nonsense"})
+    with pytest.raises(ValueError, match=r"^o_lo 'int8' has no effect: stabilizer 'none'"):
+        core_attention_spec("stable_flash", stabilizer="none", o_lo="int8")
     with pytest.raises(ValueError, match="takes no options; got gradient_wire"):
         core_attention_spec("sdpa_flash", gradient_wire="bf16")
     with pytest.raises(ValueError, match="'flash' is not one of"):
